@@ -1,0 +1,12 @@
+// The Python module duckllm._native. Each part of csrc binds itself in its own bind.cpp; this file only
+// calls them, so that a part is added by adding a file.
+#include <nanobind/nanobind.h>
+
+namespace duck {
+void bind_kernels(nanobind::module_& m);
+}  // namespace duck
+
+NB_MODULE(_native, m) {
+  m.doc() = "Native parts of duck-llm: expert kernels, wire format, transport and the worker's step loop.";
+  duck::bind_kernels(m);
+}

@@ -1,0 +1,74 @@
+// The routed-expert function of one slice, for T rows: what a worker computes in a step, and what the
+// in-process experts compute. Called by worker/step_loop.cpp and kernels/bind.cpp; knows no network.
+//
+//   y[t] = sum over k of topk_weights[t, k] * down_e( silu(gate_e x[t]) * (up_e x[t]) ),  e = topk_ids[t, k]
+//
+// restricted to the channels of the slice. A row's result depends on that row, the weights, the ISA and
+// nothing else: neither on the other rows, nor on the number of threads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace duck {
+
+class ThreadPool;
+
+enum class Isa : uint8_t { kScalar = 0, kAvx2 = 1, kAvx512 = 2 };
+const char* isa_name(Isa isa);  // "scalar", "avx2", "avx512"
+
+// The best ISA that this CPU and OS offer, or the one that DUCK_FORCE_ISA names.
+// Throws std::invalid_argument when the variable names no ISA, or one that this CPU lacks.
+Isa select_isa();
+
+enum class ActivationType : uint8_t { kF32 = 0, kBf16 = 1 };
+
+struct ExpertShape {
+  uint32_t hidden_size = 0;        // H
+  uint32_t intermediate_size = 0;  // I of the whole expert, not of the slice
+  uint32_t num_experts = 0;        // E
+  uint32_t top_k = 0;              // K, most ids per row
+  uint32_t first_stripe = 0;       // the slice: stripes [first_stripe, first_stripe + num_stripes)
+  uint32_t num_stripes = 0;        // S
+};
+
+// Units of one layer in memory: unit(e, s) = base + e * expert_stride_bytes + s * unit_bytes(H), where s counts
+// from the slice's first stripe. 64-byte aligned.
+struct LayerUnits {
+  const uint8_t* base = nullptr;
+  size_t expert_stride_bytes = 0;
+};
+
+struct StepRows {
+  uint32_t num_tokens = 0;             // T
+  uint32_t top_k = 0;                  // ids per row, <= shape.top_k
+  ActivationType x_type = ActivationType::kF32;
+  const void* x = nullptr;             // [T, H] f32 or bf16, no alignment needed
+  const int32_t* topk_ids = nullptr;   // [T, K]
+  const float* topk_weights = nullptr; // [T, K]
+};
+
+// The expert function with its scratch memory, sized at construction for max_tokens rows.
+class Experts {
+ public:
+  // Throws std::invalid_argument when the shape makes no sense (zero sizes, a slice outside the expert).
+  Experts(const ExpertShape& shape, uint32_t max_tokens, Isa isa, ThreadPool& pool);
+  ~Experts();
+  Experts(const Experts&) = delete;
+  Experts& operator=(const Experts&) = delete;
+
+  // Writes the partial sums y [T, H] f32. Throws std::invalid_argument (naming field, got, expected) for
+  // T > max_tokens, top_k > shape.top_k, or an id outside [0, E); y is then untouched.
+  void run(const LayerUnits& layer, const StepRows& rows, float* y);
+
+  const ExpertShape& shape() const;
+  Isa isa() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace duck

@@ -1,0 +1,1 @@
+"""How workers come to be: spawned here, or a list of addresses."""

@@ -1,0 +1,1 @@
+"""Requests to tokens: the step loop, sampling and the KV cache."""

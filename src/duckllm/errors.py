@@ -1,0 +1,106 @@
+"""The exceptions of duck-llm, all of one tree.
+
+    DuckError
+    ├── ConfigError               a value the user gave is missing, of the wrong kind or out of range
+    ├── ModelError                a model folder cannot be used
+    │   ├── ModelNotFoundError        no such folder, or nothing of a model in it
+    │   ├── UnsupportedModelError     an architecture or feature that is not implemented
+    │   ├── CheckpointError           a file is truncated, malformed, or a tensor is missing or wrong
+    │   ├── WeightFormatError         a weight that the format cannot hold, or an unknown format version
+    │   └── WeightHashError           a file's content is not what its manifest says
+    ├── DiskSpaceError            not enough room for what is about to be written
+    ├── RequestError              a request that cannot be honoured
+    │   └── PromptTooLongError        more tokens than the context holds
+    └── ClusterError              the flock
+        ├── WorkerUnavailableError    no worker answers at an address, or it would not start
+        ├── ProtocolVersionError      a worker speaks another protocol version
+        ├── ProtocolError             a message that does not follow docs/wire-format.md
+        ├── AuthenticationError       the cluster token is missing or differs
+        └── WorkerLostError           a worker went away, or did not answer in time, during work
+
+Every message is one sentence that names the field, the value got and the value expected. The command line
+prints it without a traceback and exits with ``exit_code``.
+"""
+
+from __future__ import annotations
+
+
+class DuckError(Exception):
+    """Base of every error that a user's input or surroundings can cause."""
+
+    exit_code = 1
+
+
+class ConfigError(DuckError):
+    """A value the user gave is missing, of the wrong kind or out of range."""
+
+    exit_code = 2
+
+    def __init__(self, field: str, got: object, expected: str, hint: str = "") -> None:
+        self.field, self.got, self.expected, self.hint = field, got, expected, hint
+        message = f"{field}: got {got!r}, expected {expected}"
+        super().__init__(f"{message} ({hint})" if hint else message)
+
+
+class ModelError(DuckError):
+    """A model folder cannot be used."""
+
+
+class ModelNotFoundError(ModelError):
+    """No such folder, or nothing of a model in it."""
+
+
+class UnsupportedModelError(ModelError):
+    """An architecture or feature that is not implemented, refused by name."""
+
+
+class CheckpointError(ModelError):
+    """A file is truncated or malformed, or a tensor is missing or wrong."""
+
+
+class WeightFormatError(ModelError):
+    """A weight that the format cannot hold, or an unknown format version."""
+
+
+class WeightHashError(ModelError):
+    """A file's content is not what its manifest says."""
+
+
+class DiskSpaceError(DuckError):
+    """Not enough room for what is about to be written."""
+
+
+class RequestError(DuckError):
+    """A request that cannot be honoured."""
+
+
+class PromptTooLongError(RequestError):
+    """More tokens than the context holds."""
+
+    def __init__(self, got_tokens: int, limit_tokens: int) -> None:
+        self.got_tokens, self.limit_tokens = got_tokens, limit_tokens
+        super().__init__(f"prompt: got {got_tokens} tokens, expected at most {limit_tokens}")
+
+
+class ClusterError(DuckError):
+    """Something about the flock of workers."""
+
+
+class WorkerUnavailableError(ClusterError):
+    """No worker answers at an address, or it would not start."""
+
+
+class ProtocolVersionError(ClusterError):
+    """A worker speaks another protocol version."""
+
+
+class ProtocolError(ClusterError):
+    """A message that does not follow docs/wire-format.md."""
+
+
+class AuthenticationError(ClusterError):
+    """The cluster token is missing or differs."""
+
+
+class WorkerLostError(ClusterError):
+    """A worker went away, or did not answer in time, during work."""

@@ -1,0 +1,1 @@
+"""Attention, rope, norm and linear layers; explicit inputs, no globals."""

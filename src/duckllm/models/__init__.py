@@ -1,0 +1,1 @@
+"""One file per architecture family, and a registry table."""

@@ -1,0 +1,1 @@
+"""Tokenizer, chat templates and streaming detokenizer; imports nothing else of ours but errors."""

@@ -1,0 +1,1 @@
+"""Thin typed face of the native transport."""

@@ -1,0 +1,1 @@
+"""Weight formats, packing, reading, and conversion from Hugging Face checkpoints."""

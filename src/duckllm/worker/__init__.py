@@ -1,0 +1,1 @@
+"""A worker process: map weights, bind, hand control to the native step loop. Imports no torch."""
