@@ -21,7 +21,7 @@ class ClusterConfig:
         workers: Number of workers to start here, when ``addresses`` is empty.
         addresses: Addresses of running workers, ``"name:port"``; empty means "start them here".
         threads_per_worker: Compute threads of each worker started here; 0 divides the cores evenly.
-        spin_us: How long an idle thread spins before it sleeps, microseconds; -1 decides by the cores there are.
+        spin_us: How long an idle thread spins before it sleeps, microseconds; -1 decides by the cores.
         wire_dtype: Activations on the wire, ``"f32"`` or ``"bf16"``.
         reply_dtype: Partial sums on the wire, ``"f32"`` or ``"bf16"``.
         max_step_tokens: Most tokens in one step.

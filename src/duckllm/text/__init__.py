@@ -1,1 +1,9 @@
-"""Tokenizer, chat templates and streaming detokenizer; imports nothing else of ours but errors."""
+"""Text in and out: the tokenizer with its chat template, and the streaming detokenizer.
+
+Called by the engine and by the command line; knows token ids and strings, no tensors and no sockets.
+"""
+
+from duckllm.text.detokenizer import StreamingDetokenizer
+from duckllm.text.tokenizer import Tokenizer
+
+__all__ = ["StreamingDetokenizer", "Tokenizer"]

@@ -1,0 +1,267 @@
+"""The tokenizer of a model folder, with its chat template.
+
+Called by the engine and by :mod:`duckllm.text.detokenizer`. Wraps the folder's own tokenizer files through
+transformers, offline and quiet, and turns whatever goes wrong into our typed errors. Knows no tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from duckllm.errors import CheckpointError, ModelNotFoundError, RequestError
+
+ROLES = ("system", "user", "assistant")
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+
+
+class Tokenizer:
+    """Text to token ids and back, as the model's own files say.
+
+    Args:
+        folder: A model folder: tokenizer files, and generation_config.json where there is one.
+
+    Attributes:
+        eos_token_ids: The tokens that end a reply, ascending.
+        special_token_ids: The tokens that :meth:`decode` leaves out.
+        bos_token_id: The token that begins a text, or None.
+
+    Raises:
+        ModelNotFoundError: There is no such folder, or no tokenizer in it.
+        CheckpointError: The tokenizer's files cannot be used.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise ModelNotFoundError(f"model: got {str(folder)!r}, expected a folder that exists")
+        if not any((self.folder / name).is_file() for name in _FILES):
+            raise ModelNotFoundError(f"model: {self.folder} has no tokenizer, expected tokenizer.json in it")
+        self._inner = _load(self.folder)
+        self.bos_token_id: int | None = self._inner.bos_token_id
+        self.eos_token_ids = self._find_eos_token_ids()
+        self.special_token_ids = frozenset(
+            token_id for token_id, token in self._inner.added_tokens_decoder.items() if token.special
+        )
+        decoders = _decoder_types(self._inner)
+        self._byte_level = "ByteLevel" in decoders
+        self._byte_fallback = "ByteFallback" in decoders
+        self._adds_bos = self.bos_token_id is not None and self._inner.encode("a")[:1] == [self.bos_token_id]
+        self._template_begins_with_bos = self._probe_template()
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the folder says how a conversation is written."""
+        return bool(self._inner.chat_template)
+
+    @property
+    def splits_characters(self) -> bool:
+        """Whether a token may hold any part of a character, together with parts of its neighbours."""
+        return self._byte_level
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, begun by BOS exactly once where the tokenizer or the template begins so.
+
+        Raises:
+            RequestError: ``text`` is not valid Unicode.
+        """
+        ids = self._encode(text, "prompt")
+        return self._with_one_bos(ids) if self._adds_bos or self._template_begins_with_bos else ids
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, ending where the assistant's reply begins.
+
+        Args:
+            messages: ``{"role": "system" | "user" | "assistant", "content": text}``, oldest first.
+
+        Raises:
+            RequestError: A message is malformed, or the template refuses the conversation.
+            CheckpointError: The folder has no chat template, or a broken one.
+        """
+        text = self._render(check_messages(messages))
+        ids = self._encode(text, "messages")
+        return self._with_one_bos(ids) if self._adds_bos or ids[:1] == [self.bos_token_id] else ids
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The text of ``token_ids``, without special tokens."""
+        text: str = self._inner.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes that one token stands for, whole characters or not; empty for an unknown token.
+
+        Bytes of whole characters may differ from the decoded text (a space may be written ``▁``).
+        """
+        token: str | None = self._inner.convert_ids_to_tokens(token_id)
+        if token is None:
+            return b""
+        if self._byte_level and all(char in _BYTE_OF_CHAR for char in token):
+            return bytes(_BYTE_OF_CHAR[char] for char in token)
+        if self._byte_fallback and _BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(token[3:5])
+        return token.encode()
+
+    def _encode(self, text: str, field: str) -> list[int]:
+        if not isinstance(text, str):
+            raise RequestError(f"{field}: got {type(text).__name__}, expected text")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"{field}: got an unpaired surrogate at character {error.start}, expected valid Unicode text"
+            ) from error
+        ids: list[int] = self._inner.encode(text, add_special_tokens=False)
+        return ids
+
+    def _with_one_bos(self, ids: list[int]) -> list[int]:
+        assert self.bos_token_id is not None
+        start = 0
+        while start < len(ids) and ids[start] == self.bos_token_id:
+            start += 1
+        return [self.bos_token_id, *ids[start:]]
+
+    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        import jinja2
+
+        if not self.has_chat_template:
+            raise CheckpointError(
+                f"chat_template: {self.folder} has none, expected one in tokenizer_config.json "
+                "or chat_template.jinja"
+            )
+        try:
+            text: str = self._inner.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(
+                f"chat_template: {self.folder} has a broken one at line {error.lineno}: {error.message}"
+            ) from error
+        except jinja2.TemplateError as error:
+            raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
+        except Exception as error:  # a template is a program; whatever it raises is the folder's fault
+            raise CheckpointError(
+                f"chat_template: {self.folder} has a broken one: {_reason(error)}"
+            ) from error
+        return text
+
+    def _probe_template(self) -> bool:
+        if self.bos_token_id is None or not self.has_chat_template:
+            return False
+        try:
+            text = self._render([{"role": "user", "content": "a"}])
+        except (CheckpointError, RequestError):
+            return False  # said again, and loudly, to whoever uses the template
+        return text.startswith(str(self._inner.bos_token))
+
+    def _find_eos_token_ids(self) -> tuple[int, ...]:
+        found = {self._inner.eos_token_id}
+        path = self.folder / "generation_config.json"
+        if path.is_file():
+            try:
+                listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            except (ValueError, AttributeError) as error:
+                raise CheckpointError(f"{path}: expected a JSON object, got {_reason(error)}") from error
+            found.update(listed if isinstance(listed, list) else [listed])
+        return tuple(sorted(token_id for token_id in found if isinstance(token_id, int)))
+
+
+def check_messages(messages: Sequence[Mapping[str, str]]) -> Sequence[Mapping[str, str]]:
+    """``messages`` unchanged, once every one of them is known to be well formed.
+
+    Raises:
+        RequestError: Names the message and the field, what was got and what is expected.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise RequestError(f"messages: got {type(messages).__name__}, expected a list of messages")
+    if not messages:
+        raise RequestError("messages: got none, expected at least one")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise RequestError(
+                f"messages[{number}]: got {type(message).__name__}, expected an object with role and content"
+            )
+        for field in ("role", "content"):
+            if field not in message:
+                raise RequestError(f"messages[{number}].{field}: got nothing, expected a value")
+        if message["role"] not in ROLES:
+            raise RequestError(
+                f"messages[{number}].role: got {message['role']!r}, expected one of {', '.join(ROLES)}"
+            )
+        if not isinstance(message["content"], str):
+            raise RequestError(
+                f"messages[{number}].content: got {type(message['content']).__name__}, expected text"
+            )
+    return messages
+
+
+def _load(folder: Path) -> Any:
+    with _quiet_transformers():
+        from transformers import AutoTokenizer
+
+        try:
+            inner = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # transformers raises many kinds for a bad file; the folder is at fault
+            raise CheckpointError(f"tokenizer: {folder} cannot be used: {_reason(error)}") from error
+    inner.model_max_length = int(
+        1e30
+    )  # the context is the engine's to check, with an error and not a warning
+    return inner
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Lets transformers print nothing while it loads, and puts its verbosity back afterwards."""
+    from transformers.utils import logging as untyped
+
+    logging: Any = untyped
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what an error of another library says, or its type where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".:") if lines else type(error).__name__
+
+
+def _decoder_types(inner: Any) -> set[str]:
+    """Names of every decoder in the tokenizer's chain."""
+    backend = getattr(inner, "backend_tokenizer", None)
+    if backend is None:
+        return set()
+    found: set[str] = set()
+    waiting = [json.loads(backend.to_str()).get("decoder")]
+    while waiting:
+        decoder = waiting.pop()
+        if isinstance(decoder, dict):
+            found.add(decoder["type"])
+            waiting.extend(decoder.get("decoders", []))
+    return found
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The byte that each printable stand-in of byte-level BPE means.
+
+    Bytes that print in Latin-1 stand for themselves; the others count upwards from U+0100.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()
