@@ -1,0 +1,89 @@
+"""``duckllm convert``: a Hugging Face checkpoint into a duck-llm model folder.
+
+Mounted by cli/main.py, which turns errors of ours into one line and an exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from duckllm.weights.console import ConsoleProgress
+from duckllm.weights.convert import convert as convert_checkpoint
+from duckllm.weights.manifest import Manifest
+
+
+def convert(
+    src: Annotated[Path, typer.Argument(help="Hugging Face checkpoint folder.", show_default=False)],
+    dst: Annotated[Path, typer.Argument(help="Folder to write; made if absent.", show_default=False)],
+    weight_format: Annotated[str, typer.Option("--format", help="Format of the expert weights.")] = "fp9",
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Read everything again and compare it with the source, bit for bit."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as one JSON object.")] = False,
+) -> None:
+    """Convert a checkpoint into a model folder that workers can map.
+
+    An interrupted conversion goes on where it stopped when the same command is given again.
+    """
+    start_s = time.monotonic()
+    try:
+        with ConsoleProgress(f"Converting {src}") as progress:
+            manifest = convert_checkpoint(
+                src, dst, weight_format=weight_format, verify=verify, progress=progress
+            )
+    except KeyboardInterrupt:
+        Console(stderr=True).print(
+            f"Stopped. The same command goes on where {dst} is now.", soft_wrap=True, highlight=False
+        )
+        raise typer.Exit(130) from None
+    outcome = summary(manifest, verify, time.monotonic() - start_s)
+    print(json.dumps(outcome) if as_json else describe(outcome))
+
+
+def summary(manifest: Manifest, verified: bool, seconds: float) -> dict[str, object]:
+    """What was converted, as plain values."""
+    error = manifest.source.get("quantisation_error")
+    return {
+        "folder": str(manifest.folder),
+        "architecture": manifest.architecture,
+        "format": manifest.format,
+        "source_dtype": manifest.source.get("dtype"),
+        "moe_layers": len(manifest.expert_layers),
+        "expert_bytes": sum(entry.bytes for entry in manifest.expert_layers.values()),
+        "host_bytes": sum(entry.bytes for entry in manifest.host_files.values()),
+        "rms_relative_error": error["rms_relative"] if error else 0.0,
+        "max_relative_error": error["max_relative"] if error else 0.0,
+        "flushed_to_zero": error["flushed"] if error else 0,
+        "verified": verified,
+        "model_hash": manifest.model_hash,
+        "seconds": round(seconds, 3),
+    }
+
+
+def describe(outcome: dict[str, object]) -> str:
+    """The outcome in two or three lines."""
+    expert_bytes, host_bytes = outcome["expert_bytes"], outcome["host_bytes"]
+    assert isinstance(expert_bytes, int)
+    assert isinstance(host_bytes, int)
+    checked = ", verified bit for bit" if outcome["verified"] else ""
+    lines = [
+        f"{outcome['folder']}: {outcome['architecture']}, "
+        f"{outcome['format']} from {outcome['source_dtype']}, "
+        f"{outcome['moe_layers']} MoE layers, {expert_bytes / 1e9:.3f} GB of experts, "
+        f"{host_bytes / 1e9:.3f} GB for the host, {outcome['seconds']} s{checked}",
+    ]
+    if outcome["rms_relative_error"]:
+        lines.append(
+            f"rounded to fp9: rms error {outcome['rms_relative_error']:.3%} of the weights' rms, "
+            f"largest {outcome['max_relative_error']:.1%} of a weight, "
+            f"{outcome['flushed_to_zero']} weights became zero"
+        )
+    lines.append(f"model hash {outcome['model_hash']}")
+    return "\n".join(lines)

@@ -1,0 +1,76 @@
+"""The progress of a conversion on stderr: a bar with the time left on a terminal, plain lines elsewhere.
+
+Called by ``duckllm convert`` and by :func:`duckllm.weights.resolve.resolve_model`; knows bytes and a label.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+_LINE_EVERY_S = 10.0
+
+
+class ConsoleProgress:
+    """A callable for ``convert(progress=...)``; a context manager that leaves the terminal tidy.
+
+    Args:
+        title: Written before the bar, or once as a line.
+        console: Where to; stderr by default.
+    """
+
+    def __init__(self, title: str, console: Console | None = None) -> None:
+        self._title = title
+        self._console = console or Console(file=sys.stderr)
+        self._bar: Progress | None = None
+        self._last_line_s = 0.0
+        self._stage = ""
+
+    def __enter__(self) -> ConsoleProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Shows that ``done`` of ``total`` bytes of the work called ``stage`` are done."""
+        if self._console.is_terminal:
+            self._draw(stage, done, total)
+        else:
+            self._print(stage, done, total)
+
+    def _draw(self, stage: str, done: int, total: int) -> None:
+        if self._bar is None:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                DownloadColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[stage]}"),
+            )
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._task = self._bar.add_task(self._title, total=total, completed=done, stage=stage)
+            self._bar.start()
+        self._bar.update(self._task, total=total, completed=done, stage=stage)
+
+    def _print(self, stage: str, done: int, total: int) -> None:
+        now_s = time.monotonic()
+        if not self._stage:
+            self._console.print(self._title, soft_wrap=True, highlight=False)
+            self._first_s, self._first_done = now_s, done
+            self._last_line_s = now_s
+        self._stage = stage
+        if now_s - self._last_line_s < _LINE_EVERY_S:
+            return
+        self._last_line_s = now_s
+        gained = done - self._first_done
+        left = f", {(total - done) * (now_s - self._first_s) / gained:.0f} s left" if gained > 0 else ""
+        line = f"{self._title}: {done / 1e9:.2f} of {total / 1e9:.2f} GB{left} ({stage})"
+        self._console.print(line, soft_wrap=True, highlight=False)

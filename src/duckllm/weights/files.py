@@ -1,0 +1,136 @@
+"""Files that appear whole or not at all, hashes of files, and a lock on a folder.
+
+Called by the converter and the model cache; knows nothing of weights.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+LOCK_FILE = ".duck-lock"
+PARTIAL_SUFFIX = ".partial"
+_CHUNK_BYTES = 4 << 20
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    digest = hashlib.sha256()
+    buffer = bytearray(_CHUNK_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while got := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:got])
+    return digest.hexdigest()
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that this user can still write to the file system of a folder, existing or to be made."""
+    while not folder.exists():
+        folder = folder.parent
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+class AtomicFile:
+    """A file written beside its final name, as ``.NAME.partial``, and renamed once it is on the disk.
+
+    Leaving the ``with`` block without :meth:`commit` removes it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.partial = path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+        self._digest = hashlib.sha256()
+
+    def __enter__(self) -> AtomicFile:
+        self._file = self.partial.open("wb", buffering=0)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        self.partial.unlink(missing_ok=True)
+
+    def write(self, data: bytes | memoryview, *, hashed: bool = True) -> None:
+        """Appends bytes; ``hashed=False`` leaves them out of :meth:`sha256`, for files hashed otherwise."""
+        if hashed:
+            self._digest.update(data)
+        rest = memoryview(data).cast("B")
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+    def sha256(self) -> str:
+        """SHA-256 of what was written, in hex."""
+        return self._digest.hexdigest()
+
+    def sync(self) -> None:
+        """Waits until the bytes are on the disk."""
+        os.fsync(self._file.fileno())
+
+    def commit(self) -> None:
+        """Gives the file its final name, durably."""
+        self.sync()
+        self.partial.replace(self.path)
+        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replaces a file's content in one step."""
+    with AtomicFile(path) as file:
+        file.write(data)
+        file.commit()
+
+
+class FolderLock:
+    """An exclusive lock on a folder, held by one process at a time, gone when its process is.
+
+    Args:
+        folder: An existing folder.
+        on_wait: Called once if another process holds the lock.
+    """
+
+    def __init__(self, folder: Path, on_wait: Callable[[], object] = lambda: None) -> None:
+        self._path = folder / LOCK_FILE
+        self._on_wait = on_wait
+
+    def __enter__(self) -> FolderLock:
+        while True:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                self._acquire(descriptor)
+                if self._still_there(descriptor):
+                    self._descriptor = descriptor
+                    return self
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+    def _acquire(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._on_wait()
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+    def _still_there(self, descriptor: int) -> bool:
+        """Whether the locked file is the one in the folder: its last holder removes it."""
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
+        except FileNotFoundError:
+            return False

@@ -1,0 +1,249 @@
+"""duck.json, the manifest of a converted model: what is in the folder, and the hashes of all of it.
+
+Written by the converter, read by the host and by workers; it imports no torch. docs/weight-format.md is its
+specification.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from duckllm.errors import CheckpointError, ModelNotFoundError, WeightFormatError, WeightHashError
+from duckllm.weights.checkpoint import list_problems, load_json
+from duckllm.weights.fp9 import SCALE_BLOCK, num_stripes, unit_bytes
+
+MANIFEST_FILE = "duck.json"
+FORMAT_VERSION = 1
+FORMATS = ("fp9",)
+_NOT_HASHED = ("created_by", "model_hash", "source")
+
+
+@dataclass(frozen=True)
+class HostFile:
+    """A safetensors file of host tensors: its SHA-256 and its length in bytes."""
+
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """A layer's expert file: name, length in bytes, and per stripe the SHA-256 over all experts' units."""
+
+    file: str
+    bytes: int
+    stripe_sha256: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A converted model.
+
+    Args:
+        folder: Where it lies.
+        format: Weight format of the experts, ``"fp9"``.
+        architecture: Hugging Face's class name.
+        model_type: config.json's model_type.
+        source: What it was converted from: fingerprint, dtype and, where weights were rounded, how far.
+        hidden_size: H.
+        moe_intermediate_size: I.
+        num_experts: E.
+        num_experts_per_tok: K.
+        num_stripes: Stripes of a whole expert, ceil(I / 16).
+        unit_bytes: Bytes of one unit = (expert, stripe).
+        config_sha256: SHA-256 of config.json.
+        host_files: Host tensors, by file name.
+        expert_layers: Expert files, by layer.
+        created_by: The program that wrote it.
+        block_size: Rows and columns that share a scale.
+        format_version: Version of this file's layout.
+        model_hash: SHA-256 over everything above that defines the content.
+    """
+
+    folder: Path
+    format: str
+    architecture: str
+    model_type: str
+    source: Mapping[str, Any]
+    hidden_size: int
+    moe_intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    num_stripes: int
+    unit_bytes: int
+    config_sha256: str
+    host_files: Mapping[str, HostFile]
+    expert_layers: Mapping[int, ExpertLayer]
+    created_by: str
+    block_size: tuple[int, int] = (SCALE_BLOCK, SCALE_BLOCK)
+    format_version: int = FORMAT_VERSION
+    model_hash: str = field(default="")
+
+    def __post_init__(self) -> None:
+        if not self.model_hash:
+            object.__setattr__(self, "model_hash", content_hash(self.to_json()))
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Manifest:
+        """Reads and checks duck.json; opens no other file.
+
+        Raises:
+            ModelNotFoundError: No such folder, or no converted model in it.
+            WeightFormatError: A format or a version that this program does not know.
+            CheckpointError: duck.json is malformed.
+            WeightHashError: duck.json's content is not what its model_hash says.
+        """
+        folder = Path(folder)
+        path = folder / MANIFEST_FILE
+        if not folder.is_dir():
+            raise ModelNotFoundError(f"{folder}: no such folder")
+        if not path.is_file():
+            raise ModelNotFoundError(f"{folder}: got no {MANIFEST_FILE}, expected a converted model")
+        value = load_json(path)
+        _check_version(path, value)
+        try:
+            manifest = cls(
+                folder=folder,
+                host_files={file: HostFile(**entry) for file, entry in value.pop("host_files").items()},
+                expert_layers={
+                    int(layer): ExpertLayer(**{**entry, "stripe_sha256": tuple(entry["stripe_sha256"])})
+                    for layer, entry in value.pop("expert_layers").items()
+                },
+                block_size=tuple(value.pop("block_size")),
+                **value,
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: malformed manifest ({error})") from error
+        problems = list(_problems(manifest))
+        if problems:
+            raise CheckpointError(f"{path}: {list_problems(problems)}")
+        expected = content_hash(manifest.to_json())
+        if manifest.model_hash != expected:
+            raise WeightHashError(f"{path}: model_hash: got {manifest.model_hash}, expected {expected}")
+        return manifest
+
+    def to_json(self) -> dict[str, Any]:
+        """The manifest as duck.json holds it."""
+        return {
+            "format_version": self.format_version,
+            "format": self.format,
+            "architecture": self.architecture,
+            "model_type": self.model_type,
+            "source": dict(self.source),
+            "hidden_size": self.hidden_size,
+            "moe_intermediate_size": self.moe_intermediate_size,
+            "num_experts": self.num_experts,
+            "num_experts_per_tok": self.num_experts_per_tok,
+            "num_stripes": self.num_stripes,
+            "unit_bytes": self.unit_bytes,
+            "block_size": list(self.block_size),
+            "config_sha256": self.config_sha256,
+            "host_files": {
+                name: {"sha256": entry.sha256, "bytes": entry.bytes}
+                for name, entry in sorted(self.host_files.items())
+            },
+            "expert_layers": {
+                str(layer): {
+                    "file": entry.file,
+                    "bytes": entry.bytes,
+                    "stripe_sha256": list(entry.stripe_sha256),
+                }
+                for layer, entry in sorted(self.expert_layers.items())
+            },
+            "model_hash": self.model_hash,
+            "created_by": self.created_by,
+        }
+
+    def expert_path(self, layer: int) -> Path:
+        """The expert file of a layer.
+
+        Raises:
+            CheckpointError: The layer has no experts.
+        """
+        if layer not in self.expert_layers:
+            known = ", ".join(map(str, sorted(self.expert_layers)))
+            raise CheckpointError(f"{self.folder}: layer {layer} has no experts, expected one of {known}")
+        return self.folder / self.expert_layers[layer].file
+
+    def check_files(self) -> None:
+        """Checks that every file is there with its length; reads none.
+
+        Raises:
+            CheckpointError: Names every file that is missing or of another length.
+        """
+        problems = list(self.file_problems())
+        if problems:
+            raise CheckpointError(f"{self.folder}: {list_problems(problems)}")
+
+    def file_problems(self) -> list[str]:
+        """What :meth:`check_files` would complain of."""
+        expected: dict[str, int | None] = {name: entry.bytes for name, entry in self.host_files.items()}
+        expected |= {entry.file: entry.bytes for entry in self.expert_layers.values()}
+        expected["config.json"] = None
+        problems = []
+        for name, length in expected.items():
+            try:
+                got = (self.folder / name).stat().st_size
+            except OSError:
+                problems.append(f"{name}: missing")
+                continue
+            if length is not None and got != length:
+                problems.append(f"{name}: got {got} bytes, expected {length}")
+        return problems
+
+
+def content_hash(value: Mapping[str, Any]) -> str:
+    """SHA-256 of the manifest as canonical JSON (sorted keys, no spaces) without what defines no content."""
+    content = {key: entry for key, entry in value.items() if key not in _NOT_HASHED}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check_version(path: Path, value: Mapping[str, Any]) -> None:
+    version, name = value.get("format_version"), value.get("format")
+    if version != FORMAT_VERSION:
+        raise WeightFormatError(f"{path}: format_version: got {version!r}, expected {FORMAT_VERSION}")
+    if name not in FORMATS:
+        raise WeightFormatError(f"{path}: format: got {name!r}, expected one of {', '.join(FORMATS)}")
+
+
+def _problems(manifest: Manifest) -> list[str]:
+    problems = []
+    for name in (
+        "hidden_size",
+        "moe_intermediate_size",
+        "num_experts",
+        "num_experts_per_tok",
+        "num_stripes",
+        "unit_bytes",
+    ):
+        if type(getattr(manifest, name)) is not int or getattr(manifest, name) < 1:
+            return [f"{name}: got {getattr(manifest, name)!r}, expected a whole number of at least 1"]
+    expected: dict[str, object] = {
+        "num_stripes": num_stripes(manifest.moe_intermediate_size),
+        "unit_bytes": unit_bytes(manifest.hidden_size),
+        "block_size": (SCALE_BLOCK, SCALE_BLOCK),
+    }
+    for name, value in expected.items():
+        if getattr(manifest, name) != value:
+            problems.append(f"{name}: got {getattr(manifest, name)}, expected {value}")
+    if manifest.num_experts_per_tok > manifest.num_experts:
+        problems.append(
+            f"num_experts_per_tok: got {manifest.num_experts_per_tok}, "
+            f"expected at most num_experts, {manifest.num_experts}"
+        )
+    for file in [*manifest.host_files, *(entry.file for entry in manifest.expert_layers.values())]:
+        if not isinstance(file, str) or Path(file).name != file:
+            problems.append(f"files: got {file!r}, expected a plain file name")
+    for layer, entry in manifest.expert_layers.items():
+        if len(entry.stripe_sha256) != manifest.num_stripes:
+            problems.append(
+                f"expert_layers.{layer}.stripe_sha256: got {len(entry.stripe_sha256)} hashes, "
+                f"expected {manifest.num_stripes}"
+            )
+    return problems

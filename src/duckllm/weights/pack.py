@@ -1,0 +1,133 @@
+"""Writes one file of a converted model: a layer's experts as units, or host tensors as they are.
+
+Called by the converter. Two threads read and pack experts while the third hashes and writes; at most
+``_EXPERTS_AHEAD`` experts are in memory besides the one being written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from duckllm.errors import WeightFormatError
+from duckllm.weights.architectures import ModelLayout
+from duckllm.weights.checkpoint import FP8
+from duckllm.weights.files import AtomicFile
+from duckllm.weights.fp9 import (
+    U8,
+    QuantisationError,
+    count_e4m3_nans,
+    num_stripes,
+    pack_expert_units,
+    unit_bytes,
+)
+from duckllm.weights.manifest import ExpertLayer, HostFile
+from duckllm.weights.reader import DATA_ALIGNMENT, UNITS
+from duckllm.weights.safetensors_file import TensorInfo, TensorReader, build_header
+from duckllm.weights.source import read_expert
+
+_HOST_ALIGNMENT = 64
+_EXPERTS_AHEAD = 2
+OnBytes = Callable[[int], object]
+
+
+def units_shape(layout: ModelLayout) -> tuple[int, int, int]:
+    """[E, S_total, unit_bytes]."""
+    return layout.num_experts, num_stripes(layout.moe_intermediate_size), unit_bytes(layout.hidden_size)
+
+
+def _expert_header(layout: ModelLayout, layer: int) -> bytes:
+    tensors = {UNITS: ("U8", units_shape(layout))}
+    return build_header(tensors, {"format": "fp9", "layer": str(layer)}, DATA_ALIGNMENT)
+
+
+def _host_header(tensors: Sequence[TensorInfo]) -> bytes:
+    entries = {info.name: (info.dtype, info.shape) for info in tensors}
+    return build_header(entries, {"format": "pt"}, _HOST_ALIGNMENT)
+
+
+def expert_file_bytes(layout: ModelLayout, layer: int) -> int:
+    """Exact length of a layer's expert file."""
+    experts, stripes, length = units_shape(layout)
+    return len(_expert_header(layout, layer)) + experts * stripes * length
+
+
+def host_file_bytes(tensors: Sequence[TensorInfo]) -> int:
+    """Exact length of a file of host tensors."""
+    return len(_host_header(tensors)) + sum(info.num_bytes for info in tensors)
+
+
+def write_expert_file(
+    out: AtomicFile,
+    reader: TensorReader,
+    tensors: Mapping[str, TensorInfo],
+    layout: ModelLayout,
+    layer: int,
+    on_bytes: OnBytes,
+) -> tuple[ExpertLayer, QuantisationError | None]:
+    """Writes a layer's experts and returns their manifest entry, and how far they were rounded, if they were.
+
+    Raises:
+        WeightFormatError: A weight is NaN or infinite.
+        CheckpointError: A scale is wrong, or the checkpoint ends early.
+    """
+    header = _expert_header(layout, layer)
+    out.write(header, hashed=False)
+    on_bytes(len(header))
+    total: QuantisationError | None = None
+    digests = [hashlib.sha256() for _ in range(units_shape(layout)[1])]
+
+    def pack(expert: int) -> tuple[U8, QuantisationError | None]:
+        weights, error = read_expert(reader, tensors, layout, layer, expert)
+        return pack_expert_units(weights), error
+
+    pool = ThreadPoolExecutor(_EXPERTS_AHEAD, thread_name_prefix="pack")
+    try:
+        ahead: deque[Future[tuple[U8, QuantisationError | None]]] = deque()
+        for expert in range(layout.num_experts + _EXPERTS_AHEAD):
+            if expert < layout.num_experts:
+                ahead.append(pool.submit(pack, expert))
+            if expert < _EXPERTS_AHEAD:
+                continue
+            units, error = ahead.popleft().result()
+            out.write(units.data, hashed=False)
+            for digest, unit in zip(digests, units, strict=True):
+                digest.update(unit.data)
+            if error is not None:
+                total = total or QuantisationError()
+                total += error
+            on_bytes(units.nbytes)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    hashes = tuple(digest.hexdigest() for digest in digests)
+    return ExpertLayer(out.path.name, expert_file_bytes(layout, layer), hashes), total
+
+
+def write_host_file(
+    out: AtomicFile, reader: TensorReader, tensors: Sequence[TensorInfo], on_bytes: OnBytes
+) -> HostFile:
+    """Copies host tensors, byte for byte, and returns their manifest entry.
+
+    Raises:
+        WeightFormatError: An FP8 tensor holds NaN.
+        CheckpointError: The checkpoint ends early.
+    """
+    header = _host_header(tensors)
+    out.write(header)
+    on_bytes(len(header))
+    for info in tensors:
+        nans = 0
+        for chunk in reader.chunks(info):
+            out.write(chunk)
+            on_bytes(len(chunk))
+            if info.dtype == FP8:
+                nans += count_e4m3_nans(np.frombuffer(chunk, np.uint8))
+        if nans:
+            raise WeightFormatError(
+                f"{info.name}: got {nans} NaN byte(s) (0x7f or 0xff), expected finite weights"
+            )
+    return HostFile(out.sha256(), host_file_bytes(tensors))

@@ -1,0 +1,86 @@
+"""Expert files of a converted model, mapped read-only, and verified slice by slice.
+
+Called by workers and by the in-process experts; imports no torch. It maps, and reads nothing before a unit is
+touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from duckllm.errors import CheckpointError, WeightHashError
+from duckllm.weights.manifest import Manifest
+from duckllm.weights.safetensors_file import read_header
+
+UNITS = "units"
+DATA_ALIGNMENT = 4096
+
+
+class ExpertFile:
+    """One layer's experts.
+
+    Attributes:
+        units: The mapped units; ``units[e, s]`` is one contiguous unit.
+        data_offset: Where the units start in the file, bytes; a multiple of 4096.
+
+    Shapes: units: [E, S_total, unit_bytes] u8, read-only.
+    """
+
+    def __init__(self, path: str | Path, manifest: Manifest, layer: int) -> None:
+        """Maps the file.
+
+        Raises:
+            CheckpointError: The layer has no experts, or the file is missing, truncated or of another shape.
+        """
+        self.path, self.layer = Path(path), layer
+        if layer not in manifest.expert_layers:
+            manifest.expert_path(layer)
+        self._entry = manifest.expert_layers[layer]
+        shape = (manifest.num_experts, manifest.num_stripes, manifest.unit_bytes)
+        info = read_header(self.path).get(UNITS)
+        if info is None or info.dtype != "U8" or info.shape != shape:
+            got = "no such tensor" if info is None else f"{info.dtype} {list(info.shape)}"
+            raise CheckpointError(f"{self.path}: {UNITS}: got {got}, expected U8 {list(shape)}")
+        if info.offset % DATA_ALIGNMENT:
+            raise CheckpointError(
+                f"{self.path}: {UNITS}: data starts at {info.offset}, expected a multiple of {DATA_ALIGNMENT}"
+            )
+        self.data_offset = info.offset
+        self.units: npt.NDArray[np.uint8] = np.memmap(
+            self.path, np.uint8, mode="r", offset=info.offset, shape=shape
+        )
+
+    @classmethod
+    def open(cls, manifest: Manifest, layer: int) -> ExpertFile:
+        """The layer's file in the manifest's own folder."""
+        return cls(manifest.expert_path(layer), manifest, layer)
+
+    def slice(self, first_stripe: int, num_stripes: int) -> npt.NDArray[np.uint8]:
+        """The units of a slice, a view.
+
+        Shapes: result: [E, num_stripes, unit_bytes] u8, read-only, contiguous per expert.
+        """
+        return self.units[:, first_stripe : first_stripe + num_stripes]
+
+    def verify(self, first_stripe: int = 0, num_stripes: int | None = None) -> None:
+        """Hashes a slice, reading only that slice.
+
+        Raises:
+            WeightHashError: Names the file, the layer and the first stripe that differs.
+        """
+        total = self.units.shape[1]
+        last = total if num_stripes is None else first_stripe + num_stripes
+        for stripe in range(first_stripe, last):
+            digest = hashlib.sha256()
+            for expert in range(self.units.shape[0]):
+                digest.update(self.units[expert, stripe])
+            expected = self._entry.stripe_sha256[stripe]
+            if digest.hexdigest() != expected:
+                raise WeightHashError(
+                    f"{self.path}: layer {self.layer}, stripe {stripe}: got SHA-256 {digest.hexdigest()}, "
+                    f"expected {expected}"
+                )

@@ -1,0 +1,93 @@
+"""Compares a converted model with its checkpoint, bit for bit, by reading both again from the disk.
+
+Called by ``duckllm convert --verify``. It decodes the units with the numpy twin of the format, not with the
+packer that wrote them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+
+from duckllm.errors import WeightHashError
+from duckllm.weights.architectures import ModelLayout
+from duckllm.weights.checkpoint import Checkpoint
+from duckllm.weights.files import hash_file
+from duckllm.weights.fp9 import unpack_expert_units
+from duckllm.weights.manifest import Manifest
+from duckllm.weights.progress_file import expert_hashes
+from duckllm.weights.reader import UNITS
+from duckllm.weights.safetensors_file import TensorReader, read_header
+from duckllm.weights.source import read_expert
+
+Report = Callable[[str, int, int], object]
+
+
+def verify_conversion(
+    checkpoint: Checkpoint, layout: ModelLayout, manifest: Manifest, report: Report
+) -> None:
+    """Checks every hash, and every weight and scale against the source.
+
+    Raises:
+        WeightHashError: Names the file, and the layer, expert or tensor that differs.
+        CheckpointError: A file is missing, truncated or malformed.
+    """
+    manifest.check_files()
+    total = sum(entry.bytes for entry in manifest.host_files.values())
+    total += sum(entry.bytes for entry in manifest.expert_layers.values())
+    done = 0
+    _check_hash(manifest, "config.json", manifest.config_sha256)
+    with TensorReader() as reader:
+        for name, host_entry in manifest.host_files.items():
+            _check_hash(manifest, name, host_entry.sha256)
+            _compare_host_file(checkpoint, manifest, name, reader)
+            done += host_entry.bytes
+            report(f"verifying {name}", done, total)
+        for layer, entry in manifest.expert_layers.items():
+            path = manifest.folder / entry.file
+            if expert_hashes(path) != entry.stripe_sha256:
+                raise WeightHashError(f"{path}: layer {layer}: stripe hashes differ from the manifest's")
+            for expert in range(layout.num_experts):
+                _compare_expert(checkpoint, layout, manifest, layer, expert, reader)
+                done += manifest.num_stripes * manifest.unit_bytes
+                report(f"verifying {entry.file}", done, total)
+
+
+def _check_hash(manifest: Manifest, name: str, expected: str) -> None:
+    got = hash_file(manifest.folder / name)
+    if got != expected:
+        raise WeightHashError(f"{manifest.folder / name}: got SHA-256 {got}, expected {expected}")
+
+
+def _compare_host_file(checkpoint: Checkpoint, manifest: Manifest, name: str, reader: TensorReader) -> None:
+    path = manifest.folder / name
+    for tensor, info in read_header(path).items():
+        source = checkpoint.tensors[tensor]
+        same = (info.dtype, info.shape) == (source.dtype, source.shape)
+        if not same or (reader.read(info) != reader.read(source)).any():
+            raise WeightHashError(f"{path}: {tensor}: differs from the source")
+
+
+def _compare_expert(
+    checkpoint: Checkpoint,
+    layout: ModelLayout,
+    manifest: Manifest,
+    layer: int,
+    expert: int,
+    reader: TensorReader,
+) -> None:
+    path = manifest.expert_path(layer)
+    info = read_header(path)[UNITS]
+    length = manifest.num_stripes * manifest.unit_bytes
+    units = reader.read_part(info, expert * length, length)
+    got = unpack_expert_units(
+        units.reshape(manifest.num_stripes, manifest.unit_bytes),
+        layout.moe_intermediate_size,
+        layout.hidden_size,
+    )
+    expected, _ = read_expert(reader, checkpoint.tensors, layout, layer, expert)
+    for item in fields(expected):
+        if getattr(got, item.name).tobytes() != getattr(expected, item.name).tobytes():
+            raise WeightHashError(
+                f"{path}: layer {layer}, expert {expert}: {item.name} differs from the source"
+            )
