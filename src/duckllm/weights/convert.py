@@ -20,7 +20,7 @@ from typing import Any
 import duckllm
 from duckllm.errors import CheckpointError, ConfigError, DiskSpaceError
 from duckllm.weights.architectures import PROJECTIONS, ModelLayout, layout_of
-from duckllm.weights.checkpoint import FP8, WIDE_FLOATS, Checkpoint, list_problems
+from duckllm.weights.checkpoint import FP8, WIDE_FLOATS, Checkpoint, list_names, list_problems, scale_problems
 from duckllm.weights.files import (
     LOCK_FILE,
     PARTIAL_SUFFIX,
@@ -326,8 +326,9 @@ def check_tensors(checkpoint: Checkpoint, layout: ModelLayout) -> None:
         if layout.is_expert_tensor(name) and name not in expected and weight not in expected:
             stray.append(name)
     problems = wrong + [f"{name}: no such expert in config.json" for name in stray]
+    problems += scale_problems(checkpoint.tensors)
     if missing:
-        problems.insert(0, f"{len(missing)} missing tensor(s): {', '.join(missing)}")
+        problems.insert(0, f"{len(missing)} missing tensor(s): {list_names(missing)}")
     if problems:
         raise CheckpointError(f"{checkpoint.folder}: {list_problems(problems)}")
 

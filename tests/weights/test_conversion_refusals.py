@@ -1,0 +1,322 @@
+"""Checkpoints that cannot be converted: a typed error in one sentence that names what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from random_checkpoint import FP8_CONFIG, make_checkpoint
+
+from duckllm.errors import (
+    CheckpointError,
+    DiskSpaceError,
+    DuckError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    WeightFormatError,
+)
+from duckllm.weights.convert import convert
+from duckllm.weights.safetensors_file import build_header
+
+EXPERT = "model.layers.2.mlp.experts.1."
+
+
+def refused(tmp_path: Path, kind: type[DuckError]) -> str:
+    with pytest.raises(kind) as caught:
+        convert(tmp_path / "src", tmp_path / "dst")
+    assert type(caught.value) is kind
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def retype(name: str, dtype: str, **more: object) -> Callable[[dict], None]:
+    def edit(tensors: dict) -> None:
+        _, shape, data = tensors[name]
+        size = int(np.prod(shape))
+        tensors[name] = (dtype, shape, (data * 4)[: size * {"F32": 4, "I8": 1}.get(dtype, 1)])
+
+    return edit
+
+
+def rename(old: str, new: str) -> Callable[[dict], None]:
+    def edit(tensors: dict) -> None:
+        tensors[new] = tensors.pop(old)
+
+    return edit
+
+
+def add(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> Callable[[dict], None]:
+    return lambda tensors: tensors.update({name: (dtype, shape, data)})
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (
+            rename(EXPERT + "up_proj.weight_scale_inv", EXPERT + "up_proj.weight_scale"),
+            ["up_proj.weight_scale:"],
+        ),
+        (
+            rename(EXPERT + "up_proj.weight_scale_inv", EXPERT + "up_proj.weight_scale"),
+            ["FP8 without", EXPERT + "up_proj.weight_scale_inv"],
+        ),
+        (
+            lambda t: t.pop(EXPERT + "gate_proj.weight_scale_inv"),
+            [EXPERT + "gate_proj.weight", "FP8 without"],
+        ),
+        (
+            lambda t: t.pop("model.layers.0.self_attn.o_proj.weight_scale_inv"),
+            ["model.layers.0.self_attn.o_proj.weight: FP8 without"],
+        ),
+        (
+            add("model.layers.0.self_attn.o_proj.input_scale", "F32", (1,), bytes(4)),
+            ["model.layers.0.self_attn.o_proj.input_scale", "no FP8 weight"],
+        ),
+        (
+            add("model.norm.weight_scale_inv", "F32", (1, 1), bytes(4)),
+            ["model.norm.weight_scale_inv", "no FP8 weight"],
+        ),
+        (
+            add(EXPERT + "up_proj.scale", "F32", (1, 1), bytes(4)),
+            [EXPERT + "up_proj.weight: FP8 without"],
+        ),
+        (retype(EXPERT + "down_proj.weight_scale_inv", "F8_E8M0"), ["down_proj.weight_scale_inv", "F8_E8M0"]),
+        (retype(EXPERT + "down_proj.weight", "F8_E5M2"), ["down_proj.weight: got dtype F8_E5M2"]),
+        (retype(EXPERT + "down_proj.weight", "I8"), ["down_proj.weight: got dtype I8"]),
+        (
+            add(EXPERT + "down_proj.weight_scale_inv", "F32", (2, 1), bytes(8)),
+            [EXPERT + "down_proj.weight_scale_inv: got shape [2, 1], expected [1, 1]"],
+        ),
+    ],
+)
+def test_scales_and_types_are_never_guessed(tmp_path: Path, edit: Callable, words: list[str]) -> None:
+    make_checkpoint(tmp_path / "src", edit=edit)
+    message = refused(tmp_path, CheckpointError)
+    for word in words:
+        assert word in message
+    assert not (tmp_path / "dst").exists()
+
+
+def test_every_missing_and_misshaped_tensor_is_named_at_once(tmp_path: Path) -> None:
+    names = [EXPERT + "gate_proj.weight", "model.norm.weight", "model.layers.3.eh_proj.weight"]
+
+    def edit(tensors: dict) -> None:
+        for name in names:
+            del tensors[name]
+            tensors.pop(name + "_scale_inv", None)
+        tensors["lm_head.weight"] = ("BF16", (41, 72), bytes(41 * 72 * 2))
+        tensors["model.layers.1.input_layernorm.weight"] = ("BF16", (71,), bytes(142))
+
+    make_checkpoint(tmp_path / "src", edit=edit)
+    message = refused(tmp_path, CheckpointError)
+    assert "3 missing tensor(s)" in message
+    for name in names:
+        assert name in message
+    assert "lm_head.weight: got shape [41, 72], expected [40, 72]" in message
+    assert "model.layers.1.input_layernorm.weight: got shape [71], expected [72]" in message
+
+
+def test_experts_that_the_configuration_does_not_know_are_named(tmp_path: Path) -> None:
+    made = make_checkpoint(tmp_path / "src")
+    (tmp_path / "src/config.json").write_text(json.dumps(made.config | {"n_routed_experts": 3}))
+    message = refused(tmp_path, CheckpointError)
+    assert "model.layers.1.mlp.experts.3.gate_proj.weight: no such expert" in message
+    assert "model.layers.1.mlp.gate.weight: got shape [4, 72], expected [3, 72]" in message
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("name", [EXPERT + "down_proj.weight", "model.layers.1.self_attn.q_b_proj.weight"])
+def test_nan_bytes_are_counted_by_tensor(tmp_path: Path, code: int, name: str) -> None:
+    def edit(tensors: dict) -> None:
+        dtype, shape, data = tensors[name]
+        tensors[name] = (dtype, shape, bytes([code, code]) + data[2:-1] + bytes([code]))
+
+    make_checkpoint(tmp_path / "src", edit=edit)
+    assert f"{name}: got 3 NaN" in refused(tmp_path, WeightFormatError)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_non_finite_source_weights_are_counted_by_tensor(tmp_path: Path, value: float) -> None:
+    name = EXPERT + "up_proj.weight"
+
+    def edit(tensors: dict) -> None:
+        dtype, shape, data = tensors[name]
+        weights = np.frombuffer(data, "<f4").copy()
+        weights[[3, 70]] = value
+        tensors[name] = (dtype, shape, weights.tobytes())
+
+    make_checkpoint(tmp_path / "src", dtype="F32", edit=edit)
+    assert f"{name}: got 2 non-finite" in refused(tmp_path, WeightFormatError)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0])
+def test_scales_must_be_finite_and_not_negative(tmp_path: Path, value: float) -> None:
+    name = EXPERT + "up_proj.weight_scale_inv"
+    data = np.array([value], "<f4").tobytes()
+    make_checkpoint(tmp_path / "src", edit=add(name, "F32", (1, 1), data))
+    assert f"{name}: got 1 negative or non-finite scale" in refused(tmp_path, CheckpointError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, UnsupportedModelError, ["LlamaForCausalLM", "DeepseekV32"]),
+        (
+            {"architectures": None},
+            UnsupportedModelError,
+            ["architectures: got None", "DeepseekV32ForCausalLM"],
+        ),
+        ({"n_routed_experts": None}, CheckpointError, ["n_routed_experts: got None"]),
+        ({"hidden_size": "72"}, CheckpointError, ["hidden_size: got '72'"]),
+        ({"moe_intermediate_size": 0}, CheckpointError, ["moe_intermediate_size: got 0"]),
+        ({"num_hidden_layers": True}, CheckpointError, ["num_hidden_layers: got True"]),
+        ({"first_k_dense_replace": -1}, CheckpointError, ["first_k_dense_replace: got -1"]),
+        ({"mlp_layer_types": ["sparse"]}, CheckpointError, ["mlp_layer_types"]),
+        ({"quantization_config": "fp8"}, CheckpointError, ["quantization_config"]),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            UnsupportedModelError,
+            ["quant_method: got 'gptq'"],
+        ),
+        (
+            {"quantization_config": FP8_CONFIG | {"weight_block_size": [64, 64]}},
+            UnsupportedModelError,
+            ["weight_block_size: got [64, 64], expected [128, 128]"],
+        ),
+        ({"quantization_config": FP8_CONFIG | {"fmt": "e5m2"}}, UnsupportedModelError, ["fmt: got 'e5m2'"]),
+    ],
+)
+def test_configurations_that_are_not_understood(
+    tmp_path: Path, changes: dict, kind: type[DuckError], words: list[str]
+) -> None:
+    made = make_checkpoint(tmp_path / "src")
+    (tmp_path / "src/config.json").write_text(json.dumps(made.config | changes))
+    message = refused(tmp_path, kind)
+    for word in words:
+        assert word in message
+
+
+def test_the_official_scale_format_note_is_accepted(tmp_path: Path) -> None:
+    """DeepSeek-V3.2 says ``ue8m0`` in its configuration, and stores its scales in f32."""
+    made = make_checkpoint(tmp_path / "src")
+    noted = {"quantization_config": FP8_CONFIG | {"scale_fmt": "ue8m0", "activation_scheme": "dynamic"}}
+    (tmp_path / "src/config.json").write_text(json.dumps(made.config | noted))
+    assert convert(tmp_path / "src", tmp_path / "dst").num_experts == 4
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe", b""])
+def test_a_broken_config(tmp_path: Path, content: bytes) -> None:
+    make_checkpoint(tmp_path / "src")
+    (tmp_path / "src/config.json").write_bytes(content)
+    assert "config.json" in refused(tmp_path, CheckpointError)
+
+
+def test_no_folder_and_no_model(tmp_path: Path) -> None:
+    assert "src: no such folder" in refused(tmp_path, ModelNotFoundError)
+    (tmp_path / "src").mkdir()
+    assert "no config.json" in refused(tmp_path, ModelNotFoundError)
+    (tmp_path / "src/config.json").write_text("{}")
+    assert "0 safetensors files" in refused(tmp_path, ModelNotFoundError)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 8, 100, -1, -5000])
+def test_a_truncated_file(tmp_path: Path, keep: int) -> None:
+    make_checkpoint(tmp_path / "src")
+    file = tmp_path / "src/model-00002-of-00003.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    assert "model-00002-of-00003.safetensors" in refused(tmp_path, CheckpointError)
+    assert not (tmp_path / "dst").exists()
+
+
+def with_header(header: object) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(64)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        (10**7).to_bytes(8, "little") + bytes(50),
+        (2**63).to_bytes(8, "little") + bytes(50),
+        with_header(b"not json"),
+        with_header([]),
+        with_header({"a": 1}),
+        with_header({"a": {"dtype": "F32", "shape": [1]}}),
+        with_header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}),
+        with_header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}),
+        with_header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}),
+        with_header({"a": {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}}),
+        with_header({"a": {"dtype": "F6_NEW", "shape": [1], "data_offsets": [0, 4]}}),
+        with_header({"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}),
+    ],
+)
+def test_a_malformed_header(tmp_path: Path, content: bytes) -> None:
+    make_checkpoint(tmp_path / "src", shards=1)
+    (tmp_path / "src/model.safetensors").write_bytes(content)
+    assert "model.safetensors" in refused(tmp_path, CheckpointError)
+
+
+def test_an_unknown_dtype_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "src", shards=1)
+    content = with_header({"odd": {"dtype": "F6_NEW", "shape": [1], "data_offsets": [0, 4]}})
+    (tmp_path / "src/model.safetensors").write_bytes(content)
+    assert "odd: got dtype 'F6_NEW'" in refused(tmp_path, CheckpointError)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda m: m.update({"lm_head.weight": "absent.safetensors"}), "absent.safetensors"),
+        (lambda m: m.update({"lm_head.weight": "../secret.safetensors"}), "plain file name"),
+        (lambda m: m.update({"ghost.weight": "model-00001-of-00003.safetensors"}), "ghost.weight"),
+        (lambda m: m.update({"lm_head.weight": 3}), "weight_map"),
+    ],
+)
+def test_a_wrong_index(tmp_path: Path, change: Callable, word: str) -> None:
+    make_checkpoint(tmp_path / "src")
+    path = tmp_path / "src/model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+    assert word in refused(tmp_path, CheckpointError)
+
+
+def test_several_files_without_an_index(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "src")
+    (tmp_path / "src/model.safetensors.index.json").unlink()
+    assert "3 safetensors files" in refused(tmp_path, CheckpointError)
+
+
+def test_a_disk_too_small_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """A sparse file stands for a checkpoint of terabytes."""
+    made = make_checkpoint(tmp_path / "src", shards=1, n_routed_experts=1, num_experts_per_tok=1)
+    big = 1 << 20
+    made.config |= {"vocab_size": big, "hidden_size": 72}
+    (tmp_path / "src/config.json").write_text(json.dumps(made.config))
+    entries = {name: entry[:2] for name, entry in made.tensors.items()}
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        entries[name] = ("F32", (big, 72))
+    entries["model.layers.0.extra.weight"] = ("F64", (big, 1_000_000))
+    header = build_header(entries, {}, 8)
+    size = len(header) + sum(
+        int(np.prod(shape)) * {"F32": 4, "BF16": 2, "F64": 8}.get(dtype, 1)
+        for dtype, shape in entries.values()
+    )
+    with (tmp_path / "src/model.safetensors").open("wb") as file:
+        file.write(header)
+        file.truncate(size)
+    message = refused(tmp_path, DiskSpaceError)
+    assert f"expected at least {size // 10**12}," in message
+    assert "bytes free" in message
+    assert not (tmp_path / "dst").exists()
+
+
+def test_a_destination_that_cannot_be_made(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "src")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DuckError, match=r"dst: got .*file/dst"):
+        convert(tmp_path / "src", tmp_path / "file" / "dst")

@@ -1,0 +1,185 @@
+"""The numpy fp9 against the definition of e4m3, torch's rounding, and by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_checkpoint import FINITE_CODES
+
+from duckllm import errors
+from duckllm.weights import fp9
+
+ALL_CODES = np.arange(256, dtype=np.uint8)
+
+
+def random_expert(rng: np.random.Generator, intermediate: int, hidden: int) -> fp9.ExpertWeights:
+    wide, tall = (intermediate, hidden), (hidden, intermediate)
+    return fp9.ExpertWeights(
+        *(rng.choice(FINITE_CODES, size=shape) for shape in (wide, wide, tall)),
+        *(rng.uniform(0.5, 2, fp9.scale_shape(*shape)).astype(np.float32) for shape in (wide, wide, tall)),
+    )
+
+
+def test_values_are_torchs() -> None:
+    expected = torch.from_numpy(ALL_CODES).view(torch.float8_e4m3fn).float().numpy()
+    np.testing.assert_array_equal(fp9.e4m3_values(), expected)
+    assert fp9.e4m3_values()[0x7E] == 448.0
+    assert fp9.e4m3_values()[0x01] == 2.0**-9
+
+
+def test_every_finite_code_decodes_to_its_value_times_2_to_minus_104() -> None:
+    assert len(FINITE_CODES) == 254
+    magnitudes, signs = fp9.encode_e4m3(FINITE_CODES)
+    decoded = fp9.decode_f32(magnitudes, signs)
+    expected = fp9.e4m3_values()[FINITE_CODES].astype(np.float64) * 2.0**-104
+    np.testing.assert_array_equal(decoded.astype(np.float64), expected)
+    np.testing.assert_array_equal(np.signbit(decoded), FINITE_CODES >= 128)
+    nonzero = decoded[decoded != 0]
+    assert nonzero.size == 252
+    assert np.all(np.abs(nonzero) >= np.finfo(np.float32).tiny), "no denormal may reach an FMA"
+    np.testing.assert_array_equal(fp9.decode_e4m3(magnitudes, signs), FINITE_CODES)
+
+
+def test_magnitudes_of_the_specification() -> None:
+    codes = np.array([0x00, 0x01, 0x02, 0x03, 0x04, 0x05, 0x06, 0x07, 0x08, 0x38, 0x7E], np.uint8)
+    expected = [0x00, 0x70, 0x78, 0x7C, 0x80, 0x82, 0x84, 0x86, 0x88, 0xB8, 0xFE]
+    magnitudes, signs = fp9.encode_e4m3(codes)
+    assert magnitudes.tolist() == expected
+    assert not signs.any()
+    magnitudes, signs = fp9.encode_e4m3(codes | 0x80)
+    assert magnitudes.tolist() == expected
+    assert signs.all()
+
+
+@pytest.mark.parametrize(("codes", "count"), [([0x7F], 1), ([0xFF], 1), ([1, 0xFF, 0x7F, 0x7F], 3)])
+def test_nan_is_an_error_that_names_tensor_and_count(codes: list[int], count: int) -> None:
+    with pytest.raises(errors.WeightFormatError, match=rf"layer.weight: got {count} NaN"):
+        fp9.encode_e4m3(np.array(codes, np.uint8), "layer.weight")
+
+
+def test_a_magnitude_that_no_e4m3_value_has_is_an_error() -> None:
+    with pytest.raises(errors.WeightFormatError, match="got 2 magnitude"):
+        fp9.decode_e4m3(np.array([0x01, 0x88, 0x71], np.uint8), np.zeros(3, bool))
+
+
+def test_rounding_is_torchs_for_every_kind_of_value() -> None:
+    rng = np.random.default_rng(1)
+    spread = rng.standard_normal(200_000) * np.exp(rng.uniform(-14, 4, 200_000))
+    ties = np.concatenate([np.arange(-32, 33) / 1024, np.arange(-900, 900) / 2])
+    values = np.concatenate([spread, ties, [0.0, -0.0]]).astype(np.float32)
+    values = values[np.abs(values) <= 448]
+    assert np.count_nonzero(np.abs(values) < 2**-6) > 10_000
+    expected = torch.from_numpy(values).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    np.testing.assert_array_equal(fp9.round_to_e4m3(values), expected)
+    assert fp9.round_to_e4m3(np.array([1e9, -1e9], np.float32)).tolist() == [0x7E, 0xFE]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 2**32 - 1))
+def test_packing_then_unpacking_gives_the_same_bytes(intermediate: int, hidden: int, seed: int) -> None:
+    expert = random_expert(np.random.default_rng(seed), intermediate, hidden)
+    units = fp9.pack_expert_units(expert)
+    assert units.shape == (-(-intermediate // 16), fp9.unit_bytes(hidden))
+    again = fp9.unpack_expert_units(units, intermediate, hidden)
+    for name in ("gate", "up", "down", "gate_scales", "up_scales", "down_scales"):
+        got, expected = getattr(again, name), getattr(expert, name)
+        assert got.shape == expected.shape
+        assert got.tobytes() == expected.tobytes(), name
+
+
+def test_places_of_single_weights() -> None:
+    """One non-zero weight a matrix, looked up by hand: channel 21 of 40, hidden 70 of 72."""
+    gate, up, down = np.zeros((40, 72), np.uint8), np.zeros((40, 72), np.uint8), np.zeros((72, 40), np.uint8)
+    gate[21, 70], up[21, 33], down[70, 21] = 0xB8, 0x39, 0xBA
+    ones = [np.ones((1, 1), np.float32)] * 3
+    units = fp9.pack_expert_units(fp9.ExpertWeights(gate, up, down, *ones))
+    assert units.shape == (3, 64 + 9 * 576)
+    unit = units[1].copy()
+    records = unit[64:].reshape(9, 576)
+    assert records[4, 6 * 16 + 5] == 0xB8  # gate: row block 2, row 6, lane 5
+    assert records[4, 512 + 5 * 4 :][:4].view("<u4")[0] == 1 << (31 - 6)
+    assert records[3, 1 * 16 + 5] == 0xB9  # up: row block 1, row 1
+    assert records[8, 5 * 16 + 6] == 0xBA  # down: row block 2, tile 0, row = channel 5, lane = output 6
+    assert records[8, 512 + 6 * 4 :][:4].view("<u4")[0] == 1 << (31 - 5)
+    records[:] = 0
+    assert unit[:12].view("<f4").tolist() == [1, 1, 1]
+    assert not unit[12:].any()
+    assert not units[0, 64:].any()
+    assert not units[2, 64:].any()
+
+
+def test_scales_of_edge_blocks_reach_their_stripes() -> None:
+    expert = random_expert(np.random.default_rng(3), 200, 300)
+    units = fp9.pack_expert_units(expert)
+    scales = units[:, : 9 * 4].copy().view("<f4").reshape(13, 3, 3)
+    np.testing.assert_array_equal(scales[7, 0], expert.gate_scales[0])
+    np.testing.assert_array_equal(scales[8, 0], expert.gate_scales[1])
+    np.testing.assert_array_equal(scales[12, 1], expert.up_scales[1])
+    np.testing.assert_array_equal(scales[12, 2], expert.down_scales[:, 1])
+
+
+def test_unpacking_refuses_other_shapes_and_scales_that_disagree() -> None:
+    units = fp9.pack_expert_units(random_expert(np.random.default_rng(4), 40, 72))
+    with pytest.raises(errors.WeightFormatError, match=r"got shape \(3, 5248\), expected \(4, 5248\)"):
+        fp9.unpack_expert_units(units, 50, 72)
+    units[1, 3] ^= 1
+    with pytest.raises(errors.WeightFormatError, match="several scales"):
+        fp9.unpack_expert_units(units, 40, 72)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "expected"), [(1, 64 + 3 * 576), (256, 64 + 24 * 576), (7168, 704 + 672 * 576)]
+)
+def test_unit_bytes(hidden: int, expected: int) -> None:
+    assert fp9.unit_bytes(hidden) == expected
+    assert expected % 64 == 0
+
+
+def test_quantising_scales_each_block_by_its_largest_weight() -> None:
+    weights = np.zeros((200, 130), np.float32)
+    weights[3, 5], weights[10, 10] = -8.0, 1.0
+    weights[199, 129] = 3.0
+    codes, scales, error = fp9.quantise_blocks(weights)
+    np.testing.assert_array_equal(scales, np.array([[8 / 448, 1], [1, 3 / 448]], np.float32))
+    assert codes[3, 5] == 0xFE
+    assert codes[199, 129] == 0x7E
+    assert codes[10, 10] == 0x66  # 1 / (8 / 448) = 56, exactly 2^5 * 1.75
+    assert np.count_nonzero(codes) == 3
+    assert error.weights == 200 * 130
+    assert error.rms_relative < 1e-6
+
+
+def test_the_error_of_quantising_gaussian_weights() -> None:
+    weights = np.random.default_rng(5).standard_normal((256, 384)).astype(np.float32)
+    codes, scales, error = fp9.quantise_blocks(weights)
+    distance = np.abs(fp9.dequantise(codes, scales).astype(np.float64) - weights)
+    rms = np.sqrt(np.mean(distance**2) / np.mean(weights.astype(np.float64) ** 2))
+    assert error.rms_relative == pytest.approx(rms, rel=1e-4)
+    assert 0.02 < error.rms_relative < 0.03
+    normal = np.abs(weights) > np.repeat(np.repeat(scales, 128, 0), 128, 1) * 2.0**-6
+    assert np.max(distance[normal] / np.abs(weights[normal])) <= 2.0**-4 + 1e-6
+    kept = (codes & 0x7F != 0) & (weights != 0)
+    assert error.max_relative == pytest.approx(np.max(distance[kept] / np.abs(weights[kept])), rel=1e-5)
+
+
+def test_weights_that_become_zero_are_counted() -> None:
+    weights = np.array([[448.0, 2.0**-11, -(2.0**-10), 2.0**-9]], np.float32)
+    codes, _, error = fp9.quantise_blocks(weights)
+    assert codes[0].tolist() == [0x7E, 0x00, 0x80, 0x01]
+    assert error.flushed == 2
+
+
+def test_tiny_blocks_get_a_normal_scale() -> None:
+    _, scales, _ = fp9.quantise_blocks(np.full((1, 2), 1e-40, np.float32))
+    assert scales[0, 0] == np.float32(2.0**-126)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_non_finite_weights_are_an_error(bad: float) -> None:
+    weights = np.ones((4, 4), np.float32)
+    weights[1, 2] = weights[3, 3] = bad
+    with pytest.raises(errors.WeightFormatError, match=r"w: got 2 non-finite"):
+        fp9.quantise_blocks(weights, "w")
