@@ -1,0 +1,115 @@
+"""``duckllm convert`` and the progress it shows."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from random_checkpoint import make_checkpoint
+from rich.console import Console
+from typer.testing import CliRunner
+
+from duckllm.cli import convert as command
+from duckllm.errors import WeightHashError
+from duckllm.weights import console as console_module
+from duckllm.weights.console import ConsoleProgress
+from duckllm.weights.manifest import Manifest
+
+app = typer.Typer()
+app.command()(command.convert)
+
+
+def test_json_outcome(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "src")
+    result = CliRunner().invoke(app, [str(tmp_path / "src"), str(tmp_path / "dst"), "--verify", "--json"])
+    assert result.exit_code == 0, result.output
+    outcome = json.loads(result.stdout)
+    manifest = Manifest.load(tmp_path / "dst")
+    assert outcome["model_hash"] == manifest.model_hash
+    assert outcome["expert_bytes"] == sum(entry.bytes for entry in manifest.expert_layers.values())
+    assert outcome["moe_layers"] == 3
+    assert outcome["verified"] is True
+    assert outcome["rms_relative_error"] == 0.0
+    assert outcome["source_dtype"] == "F8_E4M3"
+    assert "Converting" in result.stderr
+
+
+def test_text_outcome_tells_how_far_weights_were_rounded(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "src", dtype="BF16")
+    result = CliRunner().invoke(app, [str(tmp_path / "src"), str(tmp_path / "dst")])
+    assert result.exit_code == 0, result.output
+    assert "fp9 from BF16, 3 MoE layers" in result.stdout
+    assert "rounded to fp9: rms error 2." in result.stdout
+    assert "verified" not in result.stdout
+
+
+def test_ctrl_c_tells_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_args: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "convert_checkpoint", interrupted)
+    result = CliRunner().invoke(app, [str(tmp_path), str(tmp_path / "dst")])
+    assert result.exit_code == 130
+    assert "Stopped. The same command goes on" in result.stderr
+
+
+def test_verify_finds_a_flipped_weight_under_a_right_hash(tmp_path: Path) -> None:
+    """The hashes are made to fit the damage: only the comparison with the source can find it."""
+    import hashlib
+
+    from duckllm.weights.convert import convert
+    from duckllm.weights.manifest import content_hash
+
+    make_checkpoint(tmp_path / "src")
+    manifest = convert(tmp_path / "src", tmp_path / "dst")
+    path = manifest.expert_path(2)
+    data = bytearray(path.read_bytes())
+    unit, expert, stripe = manifest.unit_bytes, 1, 2
+    data[4096 + (expert * 3 + stripe) * unit + 64 + 3 * 576] ^= 0x08  # hidden 32, first channel of up
+    path.write_bytes(data)
+    units = [data[4096 + (e * 3 + stripe) * unit :][:unit] for e in range(4)]
+    value = json.loads((tmp_path / "dst/duck.json").read_text())
+    value["expert_layers"]["2"]["stripe_sha256"][stripe] = hashlib.sha256(b"".join(units)).hexdigest()
+    value["model_hash"] = content_hash(value)
+    (tmp_path / "dst/duck.json").write_text(json.dumps(value))
+    with pytest.raises(WeightHashError, match="layer 2, expert 1: up differs from the source"):
+        convert(tmp_path / "src", tmp_path / "dst", verify=True)
+
+
+@pytest.mark.parametrize("name", ["experts-00002.safetensors", "host-00001.safetensors", "config.json"])
+def test_verify_finds_files_whose_hash_differs(tmp_path: Path, name: str) -> None:
+    from duckllm.weights.convert import convert
+
+    make_checkpoint(tmp_path / "src")
+    convert(tmp_path / "src", tmp_path / "dst")
+    data = bytearray((tmp_path / "dst" / name).read_bytes())
+    data[-3] ^= 1
+    (tmp_path / "dst" / name).write_bytes(data)
+    with pytest.raises(WeightHashError, match=name):
+        convert(tmp_path / "src", tmp_path / "dst", verify=True)
+
+
+def test_plain_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 10.0, 15.0, 20.0])
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: next(clock))
+    out = io.StringIO()
+    with ConsoleProgress("Converting x", Console(file=out)) as progress:
+        for done in (1, 2, 3, 4, 5):
+            progress("host", done * 10**9, 9 * 10**9)
+    assert out.getvalue().splitlines() == [
+        "Converting x",
+        "Converting x: 3.00 of 9.00 GB, 30 s left (host)",
+        "Converting x: 5.00 of 9.00 GB, 20 s left (host)",
+    ]
+
+
+def test_a_bar_on_a_terminal() -> None:
+    out = io.StringIO()
+    with ConsoleProgress("Converting x", Console(file=out, force_terminal=True, width=100)) as progress:
+        progress("host-00000", 1 * 10**9, 2 * 10**9)
+        progress("experts-00001", 2 * 10**9, 2 * 10**9)
+    assert "Converting x" in out.getvalue()
+    assert "2.0/2.0 GB" in out.getvalue()

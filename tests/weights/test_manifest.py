@@ -1,0 +1,132 @@
+"""duck.json: what is checked when it is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from random_checkpoint import make_checkpoint
+
+from duckllm.errors import CheckpointError, DuckError, ModelNotFoundError, WeightFormatError, WeightHashError
+from duckllm.weights.convert import convert
+from duckllm.weights.manifest import Manifest, content_hash
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("manifest")
+    make_checkpoint(folder / "src")
+    convert(folder / "src", folder / "dst")
+    return folder / "dst"
+
+
+def changed(model: Path, folder: Path, change: Callable[[dict], object], rehash: bool = True) -> Path:
+    value = json.loads((model / "duck.json").read_text())
+    change(value)
+    if rehash:
+        value["model_hash"] = content_hash(value)
+    (folder / "duck.json").write_text(json.dumps(value))
+    return folder
+
+
+def test_fields(model: Path) -> None:
+    manifest = Manifest.load(str(model))
+    assert manifest.folder == model
+    assert (manifest.hidden_size, manifest.moe_intermediate_size) == (72, 40)
+    assert (manifest.num_experts, manifest.num_experts_per_tok) == (4, 2)
+    assert (manifest.num_stripes, manifest.unit_bytes) == (3, 64 + 9 * 576)
+    assert manifest.block_size == (128, 128)
+    assert (manifest.format, manifest.format_version) == ("fp9", 1)
+    assert manifest.architecture == "DeepseekV32ForCausalLM"
+    assert manifest.model_type == "deepseek_v32"
+    assert manifest.created_by.startswith("duckllm ")
+    assert len(manifest.expert_layers[2].stripe_sha256) == 3
+    assert manifest.expert_path(2) == model / "experts-00002.safetensors"
+    with pytest.raises(CheckpointError, match="layer 0 has no experts, expected one of 1, 2, 3"):
+        manifest.expert_path(0)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        (lambda v: v.update(format_version=2), WeightFormatError, "format_version: got 2, expected 1"),
+        (lambda v: v.update(format="fp7"), WeightFormatError, "format: got 'fp7', expected one of fp9"),
+        (lambda v: v.pop("hidden_size"), CheckpointError, "hidden_size"),
+        (lambda v: v.update(extra=1), CheckpointError, "extra"),
+        (lambda v: v.update(host_files=[]), CheckpointError, "malformed"),
+        (lambda v: v.update(expert_layers={"x": {}}), CheckpointError, "malformed"),
+        (lambda v: v.update(num_experts="4"), CheckpointError, "num_experts: got '4'"),
+        (lambda v: v.update(num_experts=True), CheckpointError, "num_experts: got True"),
+        (lambda v: v.update(num_stripes=4), CheckpointError, "num_stripes: got 4, expected 3"),
+        (lambda v: v.update(unit_bytes=64), CheckpointError, "unit_bytes: got 64, expected 5248"),
+        (lambda v: v.update(block_size=[64, 64]), CheckpointError, "block_size"),
+        (lambda v: v.update(num_experts_per_tok=5), CheckpointError, "num_experts_per_tok: got 5"),
+        (lambda v: v["expert_layers"]["1"].update(file="../x"), CheckpointError, "got '../x'"),
+        (lambda v: v["host_files"].update({"/etc/x": {"sha256": "", "bytes": 1}}), CheckpointError, "/etc/x"),
+        (
+            lambda v: v["expert_layers"]["1"]["stripe_sha256"].pop(),
+            CheckpointError,
+            "expert_layers.1.stripe_sha256: got 2 hashes, expected 3",
+        ),
+    ],
+)
+def test_wrong_manifests(
+    model: Path, tmp_path: Path, change: Callable[[dict], object], kind: type[DuckError], words: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        Manifest.load(changed(model, tmp_path, change))
+    assert type(caught.value) is kind
+    assert words in str(caught.value)
+    assert "duck.json" in str(caught.value)
+
+
+def test_content_and_hash_must_agree(model: Path, tmp_path: Path) -> None:
+    def change(value: dict) -> None:
+        value["expert_layers"]["1"]["stripe_sha256"][0] = "0" * 64
+
+    with pytest.raises(WeightHashError, match=r"model_hash: got [0-9a-f]{64}, expected [0-9a-f]{64}"):
+        Manifest.load(changed(model, tmp_path, change, rehash=False))
+    assert Manifest.load(changed(model, tmp_path, change)).model_hash != Manifest.load(model).model_hash
+
+
+def test_the_hash_does_not_depend_on_who_wrote_it_and_from_where(model: Path, tmp_path: Path) -> None:
+    def change(value: dict) -> None:
+        value["created_by"], value["source"] = "another program", {}
+
+    assert Manifest.load(changed(model, tmp_path, change)).model_hash == Manifest.load(model).model_hash
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3"])
+def test_no_json_object(tmp_path: Path, text: str) -> None:
+    (tmp_path / "duck.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"duck\.json"):
+        Manifest.load(tmp_path)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="absent: no such folder"):
+        Manifest.load(tmp_path / "absent")
+    with pytest.raises(ModelNotFoundError, match=r"got no duck\.json"):
+        Manifest.load(tmp_path)
+
+
+def test_missing_and_shortened_files_are_all_named(model: Path, tmp_path: Path) -> None:
+    for path in model.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    manifest = Manifest.load(tmp_path)
+    manifest.check_files()
+    (tmp_path / "experts-00001.safetensors").unlink()
+    (tmp_path / "config.json").unlink()
+    file = tmp_path / "host-00002.safetensors"
+    file.write_bytes(file.read_bytes() + b"\0")
+    with pytest.raises(CheckpointError) as caught:
+        manifest.check_files()
+    length = manifest.host_files["host-00002.safetensors"].bytes
+    for words in (
+        "experts-00001.safetensors: missing",
+        "config.json: missing",
+        f"host-00002.safetensors: got {length + 1} bytes, expected {length}",
+    ):
+        assert words in str(caught.value)

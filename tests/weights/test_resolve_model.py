@@ -1,0 +1,112 @@
+"""From what a user calls a model to a converted folder."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from random_checkpoint import make_checkpoint
+
+from duckllm.errors import CheckpointError, ModelNotFoundError
+from duckllm.weights.convert import convert
+from duckllm.weights.manifest import Manifest
+from duckllm.weights.resolve import cache_folder, resolve_model
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DUCKLLM_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_the_demo_model_is_converted_once(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = resolve_model(None)
+    assert folder.parent == cache
+    assert folder.name.startswith("duck-demo-")
+    assert Manifest.load(folder).num_experts == 32
+    assert (folder / "LICENSE.wordnet").read_text().count("WordNet 3.0 Copyright 2006 by Princeton") == 1
+    assert f"Converting duck-demo into {folder}" in capsys.readouterr().err
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert resolve_model(None) == folder
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""
+
+
+def test_a_checkpoint_is_converted_into_the_cache(tmp_path: Path, cache: Path) -> None:
+    make_checkpoint(tmp_path / "my-model")
+    stages: list[str] = []
+    folder = resolve_model(str(tmp_path / "my-model"), lambda stage, done, total: stages.append(stage))
+    assert folder.parent == cache
+    assert folder.name.startswith("my-model-")
+    assert "experts-00002.safetensors" in stages
+    assert resolve_model(tmp_path / "my-model") == folder
+    make_checkpoint(tmp_path / "my-model", seed=1)
+    changed = resolve_model(tmp_path / "my-model")
+    assert changed != folder
+    assert Manifest.load(changed).model_hash != Manifest.load(folder).model_hash
+
+
+def test_a_converted_folder_is_used_as_it_is(tmp_path: Path, cache: Path) -> None:
+    make_checkpoint(tmp_path / "src")
+    convert(tmp_path / "src", tmp_path / "dst")
+    assert resolve_model(tmp_path / "dst") == tmp_path / "dst"
+    assert not cache.exists()
+    (tmp_path / "dst/experts-00001.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"experts-00001\.safetensors: missing"):
+        resolve_model(tmp_path / "dst")
+
+
+@pytest.mark.parametrize("damage", ["missing", "shorter", "emptied"])
+def test_a_damaged_conversion_in_the_cache_is_mended(tmp_path: Path, damage: str) -> None:
+    make_checkpoint(tmp_path / "src")
+    folder = resolve_model(tmp_path / "src")
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    victim = folder / "host-00001.safetensors"
+    if damage == "missing":
+        victim.unlink()
+    elif damage == "shorter":
+        victim.write_bytes(victim.read_bytes()[:-8])
+    else:
+        for path in list(folder.iterdir()):
+            path.unlink()
+    assert resolve_model(tmp_path / "src") == folder
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+
+
+def test_no_such_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="absent: no such folder"):
+        resolve_model(tmp_path / "absent")
+    with pytest.raises(ModelNotFoundError, match="empty name"):
+        resolve_model("")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json"):
+        resolve_model(tmp_path / "empty")
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part/.duck-progress.json").write_text("{}")
+    with pytest.raises(ModelNotFoundError, match="unfinished conversion"):
+        resolve_model(tmp_path / "part")
+
+
+def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_folder() == tmp_path / "cache"
+    monkeypatch.delenv("DUCKLLM_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg/duckllm/models"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder() == tmp_path / "home/.cache/duckllm/models"
+
+
+def test_processes_that_start_together_share_one_conversion(cache: Path) -> None:
+    code = "from duckllm.weights.resolve import resolve_model; print(resolve_model(None))"
+    starters = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    outputs = {starter.communicate(timeout=120)[0] for starter in starters}
+    assert [starter.returncode for starter in starters] == [0, 0, 0]
+    assert len(outputs) == 1
+    assert len(list(cache.iterdir())) == 1
+    Manifest.load(outputs.pop().strip()).check_files()
