@@ -1,0 +1,301 @@
+// Python face of the kernels: duckllm._native.{Experts, select_isa, ...}. Checks types, shapes and sizes;
+// computes with the interpreter released.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "kernels/experts.h"
+#include "kernels/fp9.h"
+#include "kernels/pack.h"
+#include "threads/thread_pool.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace duck {
+namespace {
+
+using AnyArray = nb::ndarray<nb::ro, nb::device::cpu>;
+using F32Result = nb::ndarray<nb::numpy, float>;
+using U8Result = nb::ndarray<nb::numpy, uint8_t>;
+
+std::string shape_text(const std::vector<size_t>& shape) {
+  std::string text = "[";
+  for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
+  return text + "]";
+}
+
+template <class Array>
+std::string shape_of(const Array& array) {
+  std::vector<size_t> shape;
+  for (size_t i = 0; i < array.ndim(); ++i) shape.push_back(array.shape(i));
+  return shape_text(shape);
+}
+
+[[noreturn]] void fail(const std::string& field, const std::string& got, const std::string& expected) {
+  throw nb::value_error((field + ": got " + got + ", expected " + expected).c_str());
+}
+
+template <class T, class Array>
+void check_dtype(const char* field, const Array& array, const char* expected) {
+  if (array.dtype() != nb::dtype<T>()) {
+    fail(field, std::to_string(array.dtype().bits) + "-bit elements of another type", expected);
+  }
+}
+
+template <class Array>
+void check_shape(const char* field, const Array& array, const std::vector<size_t>& shape) {
+  bool same = array.ndim() == shape.size();
+  for (size_t i = 0; same && i < shape.size(); ++i) same = array.shape(i) == shape[i];
+  if (!same) fail(field, "shape " + shape_of(array), "shape " + shape_text(shape));
+}
+
+template <class Array>
+void check_contiguous(const char* field, const Array& array) {
+  int64_t stride = 1;
+  for (size_t i = array.ndim(); i-- > 0;) {
+    if (array.shape(i) > 1 && array.stride(i) != stride) {
+      fail(field, "strides that skip elements", "a C-contiguous array");
+    }
+    stride *= static_cast<int64_t>(array.shape(i));
+  }
+}
+
+// A C-contiguous array of that type and shape.
+template <class T, class Array>
+const T* checked(const char* field, const Array& array, const char* type, const std::vector<size_t>& shape) {
+  check_dtype<T>(field, array, type);
+  check_shape(field, array, shape);
+  check_contiguous(field, array);
+  return static_cast<const T*>(array.data());
+}
+
+template <class T>
+nb::ndarray<nb::numpy, T> new_array(const std::vector<size_t>& shape) {
+  size_t size = 1;
+  for (size_t n : shape) size *= n;
+  auto owned = std::make_unique<T[]>(std::max<size_t>(size, 1));
+  T* data = owned.get();
+  nb::capsule owner(owned.release(), [](void* p) noexcept { delete[] static_cast<T*>(p); });
+  return nb::ndarray<nb::numpy, T>(data, shape.size(), shape.data(), owner);
+}
+
+uint32_t as_u32(const char* field, int64_t value) {
+  if (value < 0 || value > INT32_MAX) fail(field, std::to_string(value), "0 to " + std::to_string(INT32_MAX));
+  return static_cast<uint32_t>(value);
+}
+
+// Experts with a thread pool of its own.
+class PyExperts {
+ public:
+  PyExperts(int64_t hidden_size, int64_t intermediate_size, int64_t num_experts, int64_t top_k,
+            int64_t first_stripe, int64_t num_stripes, int64_t max_tokens, int num_threads, int spin_us,
+            const std::string& isa)
+      : shape_{as_u32("hidden_size", hidden_size),   as_u32("intermediate_size", intermediate_size),
+               as_u32("num_experts", num_experts),   as_u32("top_k", top_k),
+               as_u32("first_stripe", first_stripe), as_u32("num_stripes", num_stripes)},
+        pool_(num_threads, spin_us),
+        experts_(shape_, as_u32("max_tokens", max_tokens),
+                 isa == "auto" ? select_isa() : parse_isa("isa", isa), pool_) {}
+
+  nb::object run(const AnyArray& units, const AnyArray& x, const AnyArray& topk_ids,
+                 const AnyArray& topk_weights, int64_t units_first_stripe, nb::object out) {
+    const LayerUnits layer = layer_units(units, as_u32("units_first_stripe", units_first_stripe));
+    if (x.ndim() != 2)
+      fail("x", "shape " + shape_of(x), "shape [T, " + std::to_string(shape_.hidden_size) + "]");
+    StepRows rows;
+    const size_t tokens = x.shape(0);
+    rows.num_tokens = as_u32("num_tokens", static_cast<int64_t>(tokens));
+    if (x.dtype() == nb::dtype<float>()) {
+      rows.x = checked<float>("x", x, "float32", {tokens, shape_.hidden_size});
+    } else {
+      rows.x = checked<uint16_t>("x", x, "float32, or bfloat16 as uint16", {tokens, shape_.hidden_size});
+      rows.x_type = ActivationType::kBf16;
+    }
+    if (topk_ids.ndim() != 2) fail("topk_ids", "shape " + shape_of(topk_ids), "shape [T, K]");
+    const size_t top_k = topk_ids.shape(1);
+    rows.top_k = as_u32("top_k", static_cast<int64_t>(top_k));
+    rows.topk_ids = checked<int32_t>("topk_ids", topk_ids, "int32", {tokens, top_k});
+    rows.topk_weights = checked<float>("topk_weights", topk_weights, "float32", {tokens, top_k});
+
+    if (out.is_none()) out = nb::cast(new_array<float>({tokens, shape_.hidden_size}));
+    auto result = nb::cast<nb::ndarray<nb::device::cpu>>(out);
+    float* y = const_cast<float*>(checked<float>("out", result, "float32", {tokens, shape_.hidden_size}));
+    {
+      nb::gil_scoped_release release;
+      experts_.run(layer, rows, y);
+    }
+    return out;
+  }
+
+  std::string isa() const { return isa_name(experts_.isa()); }
+  int num_threads() const { return pool_.num_threads(); }
+
+ private:
+  LayerUnits layer_units(const AnyArray& units, uint32_t units_first_stripe) const {
+    const size_t bytes = unit_bytes(shape_.hidden_size);
+    check_dtype<uint8_t>("units", units, "uint8");
+    const std::string expected =
+        "shape [" + std::to_string(shape_.num_experts) + ", stripes, " + std::to_string(bytes) + "]";
+    if (units.ndim() != 3 || units.shape(0) != shape_.num_experts || units.shape(2) != bytes) {
+      fail("units", "shape " + shape_of(units), expected);
+    }
+    if (units.stride(2) != 1 || (units.shape(1) > 1 && units.stride(1) != static_cast<int64_t>(bytes)) ||
+        (units.shape(0) > 1 && units.stride(0) < 0)) {
+      fail("units", "strides that skip elements", "each expert's stripes contiguous");
+    }
+    const size_t units_end = static_cast<size_t>(units_first_stripe) + units.shape(1);
+    const size_t slice_end = static_cast<size_t>(shape_.first_stripe) + shape_.num_stripes;
+    if (shape_.first_stripe < units_first_stripe || slice_end > units_end) {
+      fail("units",
+           "stripes " + std::to_string(units_first_stripe) + " to " + std::to_string(units_end) +
+               " (exclusive)",
+           "at least " + std::to_string(shape_.first_stripe) + " to " + std::to_string(slice_end));
+    }
+    const auto* base = static_cast<const uint8_t*>(units.data());
+    return {base + (shape_.first_stripe - units_first_stripe) * bytes, static_cast<size_t>(units.stride(0))};
+  }
+
+  const ExpertShape shape_;
+  ThreadPool pool_;
+  Experts experts_;
+};
+
+size_t py_count_nan_e4m3(const AnyArray& bytes) {
+  check_dtype<uint8_t>("bytes", bytes, "uint8");
+  check_contiguous("bytes", bytes);
+  const auto* data = static_cast<const uint8_t*>(bytes.data());
+  const size_t size = bytes.size();
+  nb::gil_scoped_release release;
+  return count_nan_e4m3(data, size);
+}
+
+nb::object py_pack_expert_units(const AnyArray& gate, const AnyArray& up, const AnyArray& down,
+                                const AnyArray& gate_scale, const AnyArray& up_scale,
+                                const AnyArray& down_scale, nb::object out) {
+  if (gate.ndim() != 2 || gate.shape(0) == 0 || gate.shape(1) == 0) {
+    fail("gate", "shape " + shape_of(gate), "shape [I, H] with both at least 1");
+  }
+  E4m3Expert expert;
+  const size_t intermediate = expert.intermediate_size = gate.shape(0);
+  const size_t hidden = expert.hidden_size = gate.shape(1);
+  const size_t channel_blocks = ceil_div(intermediate, kScaleBlock),
+               hidden_blocks = ceil_div(hidden, kScaleBlock);
+  expert.gate = checked<uint8_t>("gate", gate, "uint8", {intermediate, hidden});
+  expert.up = checked<uint8_t>("up", up, "uint8", {intermediate, hidden});
+  expert.down = checked<uint8_t>("down", down, "uint8", {hidden, intermediate});
+  expert.gate_scale = checked<float>("gate_scale", gate_scale, "float32", {channel_blocks, hidden_blocks});
+  expert.up_scale = checked<float>("up_scale", up_scale, "float32", {channel_blocks, hidden_blocks});
+  expert.down_scale = checked<float>("down_scale", down_scale, "float32", {hidden_blocks, channel_blocks});
+
+  const size_t num_stripes = ceil_div(intermediate, kStripeChannels);
+  if (out.is_none()) out = nb::cast(new_array<uint8_t>({num_stripes, unit_bytes(hidden)}));
+  auto result = nb::cast<nb::ndarray<nb::device::cpu>>(out);
+  auto* units =
+      const_cast<uint8_t*>(checked<uint8_t>("out", result, "uint8", {num_stripes, unit_bytes(hidden)}));
+  const char* nan_field = nullptr;
+  size_t nan_count = 0;
+  {
+    nb::gil_scoped_release release;
+    for (auto [field, bytes] : {std::pair{"gate", expert.gate}, {"up", expert.up}, {"down", expert.down}}) {
+      nan_count = count_nan_e4m3(bytes, intermediate * hidden);
+      if (nan_count != 0) {
+        nan_field = field;
+        break;
+      }
+    }
+    if (nan_field == nullptr) pack_expert_units(expert, units);
+  }
+  if (nan_field != nullptr) fail(nan_field, std::to_string(nan_count) + " NaN bytes (0x7f, 0xff)", "none");
+  return out;
+}
+
+nb::tuple py_quantize_e4m3_blocks(const AnyArray& weights) {
+  if (weights.ndim() != 2) fail("weights", "shape " + shape_of(weights), "shape [rows, columns]");
+  const size_t rows = weights.shape(0), columns = weights.shape(1);
+  const float* data = checked<float>("weights", weights, "float32", {rows, columns});
+  auto bytes = new_array<uint8_t>({rows, columns});
+  auto scales = new_array<float>({ceil_div(rows, kScaleBlock), ceil_div(columns, kScaleBlock)});
+  size_t not_finite = 0;
+  {
+    nb::gil_scoped_release release;
+    for (size_t i = 0; i < rows * columns; ++i) not_finite += !(std::abs(data[i]) <= 3.4028234663852886e38f);
+    if (not_finite == 0) quantize_e4m3_blocks(data, rows, columns, bytes.data(), scales.data());
+  }
+  if (not_finite != 0) fail("weights", std::to_string(not_finite) + " values that are not finite", "none");
+  return nb::make_tuple(bytes, scales);
+}
+
+}  // namespace
+
+void bind_kernels(nb::module_& m) {
+  m.def(
+      "select_isa", [] { return std::string(isa_name(select_isa())); },
+      "Name of the instruction set that the kernels use: the best that this machine can run, or the one "
+      "that\n"
+      "DUCK_FORCE_ISA names.\n\nRaises:\n    ValueError: DUCK_FORCE_ISA names none, or one that this machine "
+      "lacks.");
+  m.def(
+      "available_isas",
+      [] {
+        std::vector<std::string> names;
+        for (Isa isa : available_isas()) names.emplace_back(isa_name(isa));
+        return names;
+      },
+      "Names of the instruction sets that this machine can run, from the slowest to the best.");
+  m.def(
+      "unit_bytes", [](int64_t hidden_size) { return unit_bytes(as_u32("hidden_size", hidden_size)); },
+      "hidden_size"_a, "Bytes of one unit (expert, stripe) in the fp9 format.");
+  m.def("count_nan_e4m3", &py_count_nan_e4m3, "bytes"_a.noconvert(),
+        "How many of the bytes are e4m3 NaN (0x7f, 0xff).\n\nShapes:\n    bytes: any, uint8, contiguous");
+  m.def(
+      "pack_expert_units", &py_pack_expert_units, "gate"_a.noconvert(), "up"_a.noconvert(),
+      "down"_a.noconvert(), "gate_scale"_a.noconvert(), "up_scale"_a.noconvert(), "down_scale"_a.noconvert(),
+      "out"_a = nb::none(),
+      "Packs one e4m3 expert into fp9 units.\n\n"
+      "Shapes:\n"
+      "    gate, up: [I, H] uint8; down: [H, I] uint8\n"
+      "    gate_scale, up_scale: [ceil(I/128), ceil(H/128)] f32; down_scale: [ceil(H/128), ceil(I/128)] f32\n"
+      "    out, result: [ceil(I/16), unit_bytes(H)] uint8\n\n"
+      "Raises:\n    ValueError: a wrong shape or type, or NaN bytes (with their count).\n\n"
+      "Reference:\n    duckllm.weights.fp9, byte for byte");
+  m.def("quantize_e4m3_blocks", &py_quantize_e4m3_blocks, "weights"_a.noconvert(),
+        "Quantises f32 weights to e4m3 with one scale, amax / 448, per 128x128 block.\n\n"
+        "Shapes:\n    weights: [R, C] f32; result: ([R, C] uint8, [ceil(R/128), ceil(C/128)] f32)\n\n"
+        "Raises:\n    ValueError: a weight is not finite (with their count).\n\n"
+        "Reference:\n    duckllm.weights.fp9, byte for byte");
+
+  nb::class_<PyExperts>(
+      m, "Experts",
+      "The routed-expert function of one slice of stripes, with its threads and scratch memory.\n\n"
+      "One run at a time. csrc/kernels/experts.h states the order of summation, the error bound and\n"
+      "the valid ranges; a row's result depends neither on the other rows nor on the threads.")
+      .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int,
+                    const std::string&>(),
+           "hidden_size"_a, "intermediate_size"_a, "num_experts"_a, "top_k"_a, "first_stripe"_a,
+           "num_stripes"_a, "max_tokens"_a, "num_threads"_a, "spin_us"_a, "isa"_a = "auto")
+      .def("run", &PyExperts::run, "units"_a.noconvert(), "x"_a.noconvert(), "topk_ids"_a.noconvert(),
+           "topk_weights"_a.noconvert(), "units_first_stripe"_a = 0, "out"_a = nb::none(),
+           "The weighted sum of the rows' experts, restricted to the slice: partial sums [T, H] f32.\n\n"
+           "Shapes:\n"
+           "    units: [E, any, unit_bytes(H)] uint8, the stripes from units_first_stripe on; may be a "
+           "memory map\n"
+           "    x: [T, H] f32, or bf16 as uint16; topk_ids: [T, K] int32; topk_weights: [T, K] f32\n"
+           "    out, result: [T, H] f32\n\n"
+           "Raises:\n    ValueError: a wrong shape or type, T over max_tokens, K over top_k, an id outside "
+           "0..E-1;\n"
+           "        out is then untouched.\n\n"
+           "Threading:\n    Releases the interpreter; one run at a time per object.\n\n"
+           "Reference:\n    tests/kernels/reference.py, float64, with the bound of experts.h")
+      .def_prop_ro("isa", &PyExperts::isa)
+      .def_prop_ro("num_threads", &PyExperts::num_threads);
+}
+
+}  // namespace duck

@@ -1,0 +1,154 @@
+// The fp9 packer: see pack.h and docs/weight-format.md.
+#include "kernels/pack.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#include "kernels/fp9.h"
+
+static_assert(std::endian::native == std::endian::little, "the payload is little-endian");
+
+namespace duck {
+namespace {
+
+constexpr uint8_t magnitude_of(uint8_t e4m3) {
+  const uint8_t value = e4m3 & 0x7f;
+  // Exponent bias 7 becomes 23, and what e4m3 stores as a subnormal, m * 2^-9, has room to be normal.
+  constexpr uint8_t kSubnormal[8] = {0x00, 0x70, 0x78, 0x7c, 0x80, 0x82, 0x84, 0x86};
+  return value < 8 ? kSubnormal[value] : static_cast<uint8_t>(value + 0x80);
+}
+
+constexpr std::array<uint8_t, 256> kMagnitudes = [] {
+  std::array<uint8_t, 256> table{};
+  for (int byte = 0; byte < 256; ++byte) table[byte] = magnitude_of(static_cast<uint8_t>(byte));
+  return table;
+}();
+
+// A matrix of weights for one record: element (row, lane) at first[row * row_stride + lane * lane_stride],
+// for row < rows and lane < lanes; zero elsewhere.
+struct RecordSource {
+  const uint8_t* first;
+  size_t row_stride, lane_stride, rows, lanes;
+};
+
+// Fills rows [first_row, first_row + source.rows) of a record that is zero there.
+void pack_rows(const RecordSource& source, size_t first_row, uint8_t* magnitudes, uint32_t* signs) {
+  for (size_t lane = 0; lane < source.lanes; ++lane) {
+    const uint8_t* bytes = source.first + lane * source.lane_stride;
+    uint32_t word = 0;
+    for (size_t row = 0; row < source.rows; ++row) {
+      const uint8_t byte = bytes[row * source.row_stride];
+      magnitudes[(first_row + row) * kStripeChannels + lane] = kMagnitudes[byte];
+      word |= static_cast<uint32_t>(byte >> 7) << (31 - first_row - row);
+    }
+    signs[lane] |= word;
+  }
+}
+
+struct Record {
+  uint8_t magnitudes[kRecordMagnitudes];
+  uint32_t signs[kStripeChannels];
+};
+static_assert(sizeof(Record) == kRecordBytes);
+
+void pack_unit(const E4m3Expert& expert, size_t stripe, uint8_t* unit) {
+  const size_t hidden = expert.hidden_size, intermediate = expert.intermediate_size;
+  const size_t hidden_blocks = ceil_div(hidden, kScaleBlock),
+               channel_blocks = ceil_div(intermediate, kScaleBlock);
+  const size_t first_channel = stripe * kStripeChannels, channel_block = first_channel / kScaleBlock;
+  const size_t channels = std::min<size_t>(kStripeChannels, intermediate - first_channel);
+
+  std::memset(unit, 0, unit_scale_bytes(hidden));
+  for (size_t block = 0; block < hidden_blocks; ++block) {
+    const float scales[3] = {expert.gate_scale[channel_block * hidden_blocks + block],
+                             expert.up_scale[channel_block * hidden_blocks + block],
+                             expert.down_scale[block * channel_blocks + channel_block]};
+    for (size_t i = 0; i < 3; ++i) std::memcpy(unit + 4 * (i * hidden_blocks + block), &scales[i], 4);
+  }
+
+  const size_t num_records = padded_hidden(hidden) / kRecordRows;
+  uint8_t* gate_up = unit + unit_scale_bytes(hidden);
+  uint8_t* down = gate_up + 2 * num_records * kRecordBytes;
+  for (size_t index = 0; index < num_records; ++index) {
+    const size_t first = index * kRecordRows;
+    const size_t rows = std::min<size_t>(kRecordRows, hidden - first);
+    for (int part = 0; part < 2; ++part) {
+      const uint8_t* matrix = part == 0 ? expert.gate : expert.up;
+      Record record{};
+      pack_rows({matrix + first_channel * hidden + first, 1, hidden, rows, channels}, 0, record.magnitudes,
+                record.signs);
+      std::memcpy(gate_up + (2 * index + part) * kRecordBytes, &record, kRecordBytes);
+    }
+    Record record{};
+    for (size_t tile = 0; tile < 2; ++tile) {
+      const size_t first_output = first + tile * kStripeChannels;
+      if (first_output >= hidden) break;
+      const size_t outputs = std::min<size_t>(kStripeChannels, hidden - first_output);
+      pack_rows(
+          {expert.down + first_output * intermediate + first_channel, 1, intermediate, channels, outputs},
+          tile * kStripeChannels, record.magnitudes, record.signs);
+    }
+    std::memcpy(down + index * kRecordBytes, &record, kRecordBytes);
+  }
+}
+
+}  // namespace
+
+uint8_t fp9_magnitude(uint8_t e4m3) { return kMagnitudes[e4m3]; }
+
+size_t count_nan_e4m3(const uint8_t* bytes, size_t size) {
+  size_t count = 0;
+  for (size_t i = 0; i < size; ++i) count += (bytes[i] & 0x7f) == 0x7f;
+  return count;
+}
+
+void pack_expert_units(const E4m3Expert& expert, uint8_t* units) {
+  const size_t num_stripes = ceil_div(expert.intermediate_size, kStripeChannels);
+  for (size_t stripe = 0; stripe < num_stripes; ++stripe) {
+    pack_unit(expert, stripe, units + stripe * unit_bytes(expert.hidden_size));
+  }
+}
+
+uint8_t e4m3_from_f32(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint8_t sign = static_cast<uint8_t>(bits >> 24) & 0x80;
+  const float magnitude = std::bit_cast<float>(bits & 0x7fffffffu);
+  if (magnitude >= 448.0f) return sign | 0x7e;
+  // Below 2^-6 the grid is 2^-9 wide: adding 2^14 (whose last f32 bit is worth 2^-9) rounds to it.
+  if (magnitude < 0x1p-6f) {
+    return sign | static_cast<uint8_t>(std::bit_cast<uint32_t>(magnitude + 0x1p14f) -
+                                       std::bit_cast<uint32_t>(0x1p14f));
+  }
+  // Elsewhere keep 3 mantissa bits, ties to even; a carry into the exponent is the next power of two.
+  const uint32_t rounded = (bits & 0x7fffffffu) + 0x7ffffu + ((bits >> 20) & 1);
+  return sign | static_cast<uint8_t>((rounded >> 20) - ((127 - 7) << 3));
+}
+
+void quantize_e4m3_blocks(const float* weights, size_t rows, size_t columns, uint8_t* bytes, float* scales) {
+  const size_t column_blocks = ceil_div(columns, kScaleBlock);
+  for (size_t first_row = 0; first_row < rows; first_row += kScaleBlock) {
+    const size_t end_row = std::min<size_t>(first_row + kScaleBlock, rows);
+    for (size_t first_column = 0; first_column < columns; first_column += kScaleBlock) {
+      const size_t end_column = std::min<size_t>(first_column + kScaleBlock, columns);
+      float amax = 0.0f;
+      for (size_t row = first_row; row < end_row; ++row) {
+        for (size_t column = first_column; column < end_column; ++column) {
+          amax = std::max(amax, std::fabs(weights[row * columns + column]));
+        }
+      }
+      float scale = amax / 448.0f;
+      if (scale == 0.0f) scale = 1.0f;
+      scales[first_row / kScaleBlock * column_blocks + first_column / kScaleBlock] = scale;
+      for (size_t row = first_row; row < end_row; ++row) {
+        for (size_t column = first_column; column < end_column; ++column) {
+          bytes[row * columns + column] = e4m3_from_f32(weights[row * columns + column] / scale);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace duck

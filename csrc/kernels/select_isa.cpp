@@ -1,0 +1,98 @@
+// Which kernels this CPU and operating system can run, and which of them to use.
+#include <cpuid.h>
+
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+#include "kernels/kernel_table.h"
+
+namespace duck {
+namespace {
+
+constexpr uint64_t kXcr0Avx = 0x6;      // the OS saves xmm and ymm
+constexpr uint64_t kXcr0Avx512 = 0xe6;  // and the mask registers, zmm0-15 and zmm16-31
+
+// The register states that the OS saves on a task switch; 0 when it offers no XSAVE. A CPU flag alone does
+// not say that an instruction may be used: the OS (or a hypervisor) can leave its registers off.
+uint64_t os_saved_states() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & bit_OSXSAVE)) return 0;
+  unsigned low = 0, high = 0;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (static_cast<uint64_t>(high) << 32) | low;
+}
+
+bool os_saves(uint64_t states) { return (os_saved_states() & states) == states; }
+
+std::string available_names() {
+  std::string names;
+  for (Isa isa : available_isas()) names += (names.empty() ? "" : ", ") + std::string(isa_name(isa));
+  return names;
+}
+
+}  // namespace
+
+const char* isa_name(Isa isa) {
+  switch (isa) {
+    case Isa::kScalar:
+      return "scalar";
+    case Isa::kAvx2:
+      return "avx2";
+    case Isa::kAvx512:
+      return "avx512";
+  }
+  return "unknown";
+}
+
+bool isa_available(Isa isa) {
+  switch (isa) {
+    case Isa::kScalar:
+      return true;
+    case Isa::kAvx2:
+      return os_saves(kXcr0Avx) && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    case Isa::kAvx512:
+      return os_saves(kXcr0Avx512) && __builtin_cpu_supports("avx512f") &&
+             __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma");
+  }
+  return false;
+}
+
+std::vector<Isa> available_isas() {
+  std::vector<Isa> isas;
+  for (Isa isa : {Isa::kScalar, Isa::kAvx2, Isa::kAvx512}) {
+    if (isa_available(isa)) isas.push_back(isa);
+  }
+  return isas;
+}
+
+Isa parse_isa(const std::string& field, const std::string& name) {
+  for (Isa isa : {Isa::kScalar, Isa::kAvx2, Isa::kAvx512}) {
+    if (name != isa_name(isa)) continue;
+    if (isa_available(isa)) return isa;
+    throw std::invalid_argument(field + ": got '" + name +
+                                "', which this machine cannot run, expected one of " + available_names());
+  }
+  throw std::invalid_argument(field + ": got '" + name + "', expected one of " + available_names());
+}
+
+Isa select_isa() {
+  const char* forced = std::getenv("DUCK_FORCE_ISA");
+  if (forced != nullptr && *forced != '\0') return parse_isa("DUCK_FORCE_ISA", forced);
+  return available_isas().back();
+}
+
+const KernelTable& kernel_table(Isa isa) {
+  switch (isa) {
+    case Isa::kAvx2:
+      return avx2::kTable;
+    case Isa::kAvx512:
+      return avx512::kTable;
+    case Isa::kScalar:
+      break;
+  }
+  return scalar::kTable;
+}
+
+}  // namespace duck

@@ -1,0 +1,136 @@
+"""The expert function in float64 from dense weights, with the error bound of csrc/kernels/experts.h.
+
+Built from the definitions alone (e4m3, block scales, SiLU), not from the fp9 packer or its numpy twin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+UNIT_ROUNDOFF = 2.0**-24
+SMALLEST_ACTIVATION = 2.0**-50
+SILU_RELATIVE = 8 * UNIT_ROUNDOFF  # 4 ulp
+
+
+def decode_e4m3(codes: np.ndarray) -> np.ndarray:
+    """Float64 values of e4m3 bytes, by the definition of the format."""
+    codes = np.asarray(codes, np.uint8).astype(np.int64)
+    sign = np.where(codes >> 7, -1.0, 1.0)
+    exponent, mantissa = (codes >> 3) & 15, codes & 7
+    magnitude = np.where(
+        exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * np.exp2(exponent.astype(float) - 7)
+    )
+    return np.where((codes & 0x7F) == 0x7F, np.nan, sign * magnitude)
+
+
+def spread_scales(scales: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """One scale per element from one per 128x128 block."""
+    return np.repeat(np.repeat(scales.astype(np.float64), 128, 0), 128, 1)[: shape[0], : shape[1]]
+
+
+def random_e4m3(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Random finite e4m3 bytes of every exponent, subnormals and both zeros included."""
+    codes = rng.integers(0, 254, shape, dtype=np.uint8)
+    return np.where(codes >= 0x7F, codes + 1, codes).astype(np.uint8)
+
+
+@dataclass
+class Layer:
+    """E experts as a checkpoint has them, and what they mean.
+
+    Shapes:
+        gate, up: [E, I, H] uint8; down: [E, H, I] uint8; scales: one f32 per 128x128 block of each.
+    """
+
+    gate: np.ndarray
+    up: np.ndarray
+    down: np.ndarray
+    gate_scale: np.ndarray
+    up_scale: np.ndarray
+    down_scale: np.ndarray
+
+    @classmethod
+    def random(cls, num_experts: int, hidden: int, intermediate: int, seed: int = 0) -> Layer:
+        rng = np.random.default_rng(seed)
+        hidden_blocks, channel_blocks = -(-hidden // 128), -(-intermediate // 128)
+
+        def scales(*shape: int) -> np.ndarray:
+            return (rng.uniform(0.5, 2.0, shape) * 2.0**-9).astype(np.float32)
+
+        return cls(
+            gate=random_e4m3(rng, (num_experts, intermediate, hidden)),
+            up=random_e4m3(rng, (num_experts, intermediate, hidden)),
+            down=random_e4m3(rng, (num_experts, hidden, intermediate)),
+            gate_scale=scales(num_experts, channel_blocks, hidden_blocks),
+            up_scale=scales(num_experts, channel_blocks, hidden_blocks),
+            down_scale=scales(num_experts, hidden_blocks, channel_blocks),
+        )
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate.shape[0]
+
+    @property
+    def hidden(self) -> int:
+        return self.gate.shape[2]
+
+    @property
+    def intermediate(self) -> int:
+        return self.gate.shape[1]
+
+    @property
+    def num_stripes(self) -> int:
+        return -(-self.intermediate // 16)
+
+    def dense(self, expert: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Float64 gate [I, H], up [I, H] and down [H, I] of one expert."""
+        matrices = []
+        for name in ("gate", "up", "down"):
+            codes = getattr(self, name)[expert]
+            scales = getattr(self, name + "_scale")[expert]
+            matrices.append(decode_e4m3(codes) * spread_scales(scales, codes.shape))
+        return matrices[0], matrices[1], matrices[2]
+
+
+def silu(g: np.ndarray) -> np.ndarray:
+    """g / (1 + e^-g) in float64."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return g / (1 + np.exp(-g))
+
+
+def expert_sums(
+    layer: Layer,
+    x: np.ndarray,
+    topk_ids: np.ndarray,
+    topk_weights: np.ndarray,
+    channels: slice = slice(None),
+) -> tuple[np.ndarray, np.ndarray]:
+    """The exact sums y [T, H] in float64 and the bound on the error of the native kernels.
+
+    The bound follows the order of summation of csrc/kernels/experts.h, to first order in the unit roundoff u: a chain
+    of n multiply-adds is within (n + 1) u of the sum of absolute terms (+ 1 for kernels without FMA), each block adds
+    a product and a sum, and errors of g, u and the activation pass on through the function's slopes.
+    """
+    x, weights = x.astype(np.float64), topk_weights.astype(np.float64)
+    y, bound = np.zeros_like(x), np.zeros_like(x)
+    magnitude = np.zeros_like(x)
+    blocks = -(-layer.hidden // 128)
+    dot_error = (min(layer.hidden, 128) + blocks + 2) * UNIT_ROUNDOFF
+    stripes = len(range(*channels.indices(layer.num_stripes * 16))) // 16
+    sum_error = (stripes * topk_ids.shape[1] + 19) * UNIT_ROUNDOFF
+    for row in range(x.shape[0]):
+        for expert, weight in zip(topk_ids[row], weights[row], strict=True):
+            gate, up, down = layer.dense(expert)
+            gate, up, down = gate[channels], up[channels], down[:, channels]
+            g, u = gate @ x[row], up @ x[row]
+            dg, du = dot_error * (abs(gate) @ abs(x[row])), dot_error * (abs(up) @ abs(x[row]))
+            s = silu(g)
+            ds = 1.1 * dg + SILU_RELATIVE * abs(s)
+            a = s * u * weight
+            da = abs(weight) * (ds * (abs(u) + du) + abs(s) * du) + 3 * UNIT_ROUNDOFF * abs(a)
+            y[row] += down @ a
+            magnitude[row] += abs(down) @ abs(a)
+            bound[row] += abs(down) @ (da + SMALLEST_ACTIVATION)
+    return y, bound + sum_error * magnitude
