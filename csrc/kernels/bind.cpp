@@ -43,10 +43,21 @@ std::string shape_of(const Array& array) {
   throw nb::value_error((field + ": got " + got + ", expected " + expected).c_str());
 }
 
+template <class Array>
+std::string type_of(const Array& array) {
+  const nb::dlpack::dtype type = array.dtype();
+  const char* kind = "other";
+  if (type.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Int)) kind = "int";
+  if (type.code == static_cast<uint8_t>(nb::dlpack::dtype_code::UInt)) kind = "uint";
+  if (type.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Float)) kind = "float";
+  if (type.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat)) kind = "bfloat";
+  return kind + std::to_string(type.bits);
+}
+
 template <class T, class Array>
 void check_dtype(const char* field, const Array& array, const char* expected) {
   if (array.dtype() != nb::dtype<T>()) {
-    fail(field, std::to_string(array.dtype().bits) + "-bit elements of another type", expected);
+    fail(field, "elements of type " + type_of(array), expected);
   }
 }
 
@@ -59,6 +70,7 @@ void check_shape(const char* field, const Array& array, const std::vector<size_t
 
 template <class Array>
 void check_contiguous(const char* field, const Array& array) {
+  if (array.size() == 0) return;
   int64_t stride = 1;
   for (size_t i = array.ndim(); i-- > 0;) {
     if (array.shape(i) > 1 && array.stride(i) != stride) {
@@ -75,6 +87,12 @@ const T* checked(const char* field, const Array& array, const char* type, const 
   check_shape(field, array, shape);
   check_contiguous(field, array);
   return static_cast<const T*>(array.data());
+}
+
+nb::ndarray<nb::device::cpu> writable_array(const nb::object& out) {
+  nb::ndarray<nb::device::cpu> array;
+  if (!nb::try_cast(out, array, false)) fail("out", "something else", "a writable array");
+  return array;
 }
 
 template <class T>
@@ -126,7 +144,7 @@ class PyExperts {
     rows.topk_weights = checked<float>("topk_weights", topk_weights, "float32", {tokens, top_k});
 
     if (out.is_none()) out = nb::cast(new_array<float>({tokens, shape_.hidden_size}));
-    auto result = nb::cast<nb::ndarray<nb::device::cpu>>(out);
+    const auto result = writable_array(out);
     float* y = const_cast<float*>(checked<float>("out", result, "float32", {tokens, shape_.hidden_size}));
     {
       nb::gil_scoped_release release;
@@ -197,7 +215,7 @@ nb::object py_pack_expert_units(const AnyArray& gate, const AnyArray& up, const 
 
   const size_t num_stripes = ceil_div(intermediate, kStripeChannels);
   if (out.is_none()) out = nb::cast(new_array<uint8_t>({num_stripes, unit_bytes(hidden)}));
-  auto result = nb::cast<nb::ndarray<nb::device::cpu>>(out);
+  const auto result = writable_array(out);
   auto* units =
       const_cast<uint8_t*>(checked<uint8_t>("out", result, "uint8", {num_stripes, unit_bytes(hidden)}));
   const char* nan_field = nullptr;
@@ -254,11 +272,18 @@ void bind_kernels(nb::module_& m) {
       "unit_bytes", [](int64_t hidden_size) { return unit_bytes(as_u32("hidden_size", hidden_size)); },
       "hidden_size"_a, "Bytes of one unit (expert, stripe) in the fp9 format.");
   m.def("count_nan_e4m3", &py_count_nan_e4m3, "bytes"_a.noconvert(),
+        nb::sig("def count_nan_e4m3(bytes: numpy.typing.NDArray[numpy.uint8]) -> int"),
         "How many of the bytes are e4m3 NaN (0x7f, 0xff).\n\nShapes:\n    bytes: any, uint8, contiguous");
   m.def(
       "pack_expert_units", &py_pack_expert_units, "gate"_a.noconvert(), "up"_a.noconvert(),
       "down"_a.noconvert(), "gate_scale"_a.noconvert(), "up_scale"_a.noconvert(), "down_scale"_a.noconvert(),
       "out"_a = nb::none(),
+      nb::sig(
+          "def pack_expert_units(gate: numpy.typing.NDArray[numpy.uint8], "
+          "up: numpy.typing.NDArray[numpy.uint8], down: numpy.typing.NDArray[numpy.uint8], "
+          "gate_scale: numpy.typing.NDArray[numpy.float32], up_scale: numpy.typing.NDArray[numpy.float32], "
+          "down_scale: numpy.typing.NDArray[numpy.float32], "
+          "out: numpy.typing.NDArray[numpy.uint8] | None = None) -> numpy.typing.NDArray[numpy.uint8]"),
       "Packs one e4m3 expert into fp9 units.\n\n"
       "Shapes:\n"
       "    gate, up: [I, H] uint8; down: [H, I] uint8\n"
@@ -267,6 +292,8 @@ void bind_kernels(nb::module_& m) {
       "Raises:\n    ValueError: a wrong shape or type, or NaN bytes (with their count).\n\n"
       "Reference:\n    duckllm.weights.fp9, byte for byte");
   m.def("quantize_e4m3_blocks", &py_quantize_e4m3_blocks, "weights"_a.noconvert(),
+        nb::sig("def quantize_e4m3_blocks(weights: numpy.typing.NDArray[numpy.float32]) -> "
+                "tuple[numpy.typing.NDArray[numpy.uint8], numpy.typing.NDArray[numpy.float32]]"),
         "Quantises f32 weights to e4m3 with one scale, amax / 448, per 128x128 block.\n\n"
         "Shapes:\n    weights: [R, C] f32; result: ([R, C] uint8, [ceil(R/128), ceil(C/128)] f32)\n\n"
         "Raises:\n    ValueError: a weight is not finite (with their count).\n\n"
@@ -283,6 +310,12 @@ void bind_kernels(nb::module_& m) {
            "num_stripes"_a, "max_tokens"_a, "num_threads"_a, "spin_us"_a, "isa"_a = "auto")
       .def("run", &PyExperts::run, "units"_a.noconvert(), "x"_a.noconvert(), "topk_ids"_a.noconvert(),
            "topk_weights"_a.noconvert(), "units_first_stripe"_a = 0, "out"_a = nb::none(),
+           nb::sig("def run(self, units: numpy.typing.NDArray[numpy.uint8], "
+                   "x: numpy.typing.NDArray[numpy.float32] | numpy.typing.NDArray[numpy.uint16], "
+                   "topk_ids: numpy.typing.NDArray[numpy.int32], topk_weights: "
+                   "numpy.typing.NDArray[numpy.float32], "
+                   "units_first_stripe: int = 0, out: numpy.typing.NDArray[numpy.float32] | None = None) -> "
+                   "numpy.typing.NDArray[numpy.float32]"),
            "The weighted sum of the rows' experts, restricted to the slice: partial sums [T, H] f32.\n\n"
            "Shapes:\n"
            "    units: [E, any, unit_bytes(H)] uint8, the stripes from units_first_stripe on; may be a "
@@ -293,7 +326,7 @@ void bind_kernels(nb::module_& m) {
            "0..E-1;\n"
            "        out is then untouched.\n\n"
            "Threading:\n    Releases the interpreter; one run at a time per object.\n\n"
-           "Reference:\n    tests/kernels/reference.py, float64, with the bound of experts.h")
+           "Reference:\n    tests/kernels/expert_reference.py, float64, with the bound of experts.h")
       .def_prop_ro("isa", &PyExperts::isa)
       .def_prop_ro("num_threads", &PyExperts::num_threads);
 }

@@ -12,17 +12,19 @@
 // stripes in ascending order, for each of them the row's pairs in ascending k: 16 channels in ascending
 // order, then times the block's scale, then added.
 //
-// Bound. With u = 2^-24, n = min(H, 128), B = ceil(H / 128), N = K * S and A, B' the sums of absolute terms
-// (G = sum |w x| of gate, U of up, D = sum |a w| of down, scales included):
-//   |gate - exact| <= (n + B + 2) u G, likewise up;
-//   |a - exact| <= |w_k| (1.1 dG (|u| + dU) + |silu(g)| dU + 8u |silu(g) u|) + 2^-50;
-//   |y - exact| <= (N + 19) u D + sum |w| d(a),
-// to first order in u (tests/kernels/reference.py computes it). silu itself is within 4 ulp.
+// Bound. With u = 2^-24, n = min(H, 128), B = ceil(H / 128), N = K * S, and G, U, D the sums of the absolute
+// terms of gate, up and down (scales included), e(v) the error of v, to first order in u:
+//   e(gate) <= (n + B + 2) u G, likewise e(up) <= (n + B + 2) u U;
+//   e(a) <= |weight| ((1.1 e(gate) + 8u |silu|) (|up| + e(up)) + |silu| e(up)) + 3u |a| + 2^-50;
+//   e(y) <= (N + 19) u D + sum |down| e(a).
+// silu itself is within 4 ulp of the exact function. tests/kernels/expert_reference.py computes this bound
+// and the tests hold every ISA to it.
 //
 // Ranges in which no denormal number enters or leaves an addition or a product, so that flush-to-zero modes
-// change nothing: |x| is 0 or in [2^-40, 2^63); scales are 0 or in [2^-21, 2^40]; |topk_weights| is 0 or in
-// [2^-60, 2^60]. An activation below 2^-50 counts as zero. Smaller x lose accuracy gradually, larger ones
-// become infinite. NaN and infinity in x come out in that row alone.
+// change nothing: |x| is 0 or in [2^-40, 2^63); scales are 0 or in [2^-21, 2^40] (gate and up: also smaller
+// ones while |x| * scale >= 2^-71); |topk_weights| is 0 or in [2^-60, 2^60]; activations |silu(gate) * up *
+// weight| < 2^63. An activation below 2^-50 counts as zero. Smaller x lose accuracy gradually; what is larger
+// becomes infinite or NaN. NaN and infinity in x come out in that row alone.
 #pragma once
 
 #include <cstddef>

@@ -6,6 +6,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "kernels/fp9.h"
 
@@ -139,8 +140,7 @@ void quantize_e4m3_blocks(const float* weights, size_t rows, size_t columns, uin
           amax = std::max(amax, std::fabs(weights[row * columns + column]));
         }
       }
-      float scale = amax / 448.0f;
-      if (scale == 0.0f) scale = 1.0f;
+      const float scale = amax == 0.0f ? 1.0f : std::max(amax / 448.0f, std::numeric_limits<float>::min());
       scales[first_row / kScaleBlock * column_blocks + first_column / kScaleBlock] = scale;
       for (size_t row = first_row; row < end_row; ++row) {
         for (size_t column = first_column; column < end_column; ++column) {

@@ -33,8 +33,8 @@ void pack_expert_units(const E4m3Expert& expert, uint8_t* units);
 // The e4m3 byte nearest to a value, ties to even, magnitudes over 448 to 448. The value must not be NaN.
 uint8_t e4m3_from_f32(float value);
 
-// Quantises [rows, columns] f32, all finite, to e4m3 with one scale per 128x128 block: scale = amax / 448 (1
-// where that is zero), byte = e4m3_from_f32(weight / scale), all in f32.
+// Quantises [rows, columns] f32, all finite, to e4m3 with one scale per 128x128 block: scale = amax / 448, at
+// least the smallest normal f32 (1 where amax is 0); byte = e4m3_from_f32(weight / scale). All in f32.
 void quantize_e4m3_blocks(const float* weights, size_t rows, size_t columns, uint8_t* bytes, float* scales);
 
 }  // namespace duck

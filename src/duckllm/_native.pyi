@@ -2,9 +2,8 @@
 Native parts of duck-llm: expert kernels, wire format, transport and the worker's step loop.
 """
 
-from typing import Annotated
-
-from numpy.typing import NDArray
+import numpy
+import numpy.typing
 
 def select_isa() -> str:
     """
@@ -23,7 +22,7 @@ def available_isas() -> list[str]:
 def unit_bytes(hidden_size: int) -> int:
     """Bytes of one unit (expert, stripe) in the fp9 format."""
 
-def count_nan_e4m3(bytes: Annotated[NDArray, dict(device="cpu", writable=False)]) -> int:
+def count_nan_e4m3(bytes: numpy.typing.NDArray[numpy.uint8]) -> int:
     """
     How many of the bytes are e4m3 NaN (0x7f, 0xff).
 
@@ -32,14 +31,14 @@ def count_nan_e4m3(bytes: Annotated[NDArray, dict(device="cpu", writable=False)]
     """
 
 def pack_expert_units(
-    gate: Annotated[NDArray, dict(device="cpu", writable=False)],
-    up: Annotated[NDArray, dict(device="cpu", writable=False)],
-    down: Annotated[NDArray, dict(device="cpu", writable=False)],
-    gate_scale: Annotated[NDArray, dict(device="cpu", writable=False)],
-    up_scale: Annotated[NDArray, dict(device="cpu", writable=False)],
-    down_scale: Annotated[NDArray, dict(device="cpu", writable=False)],
-    out: object | None = None,
-) -> object:
+    gate: numpy.typing.NDArray[numpy.uint8],
+    up: numpy.typing.NDArray[numpy.uint8],
+    down: numpy.typing.NDArray[numpy.uint8],
+    gate_scale: numpy.typing.NDArray[numpy.float32],
+    up_scale: numpy.typing.NDArray[numpy.float32],
+    down_scale: numpy.typing.NDArray[numpy.float32],
+    out: numpy.typing.NDArray[numpy.uint8] | None = None,
+) -> numpy.typing.NDArray[numpy.uint8]:
     """
     Packs one e4m3 expert into fp9 units.
 
@@ -55,7 +54,9 @@ def pack_expert_units(
         duckllm.weights.fp9, byte for byte
     """
 
-def quantize_e4m3_blocks(weights: Annotated[NDArray, dict(device="cpu", writable=False)]) -> tuple:
+def quantize_e4m3_blocks(
+    weights: numpy.typing.NDArray[numpy.float32],
+) -> tuple[numpy.typing.NDArray[numpy.uint8], numpy.typing.NDArray[numpy.float32]]:
     """
     Quantises f32 weights to e4m3 with one scale, amax / 448, per 128x128 block.
 
@@ -92,13 +93,13 @@ class Experts:
     ) -> None: ...
     def run(
         self,
-        units: Annotated[NDArray, dict(device="cpu", writable=False)],
-        x: Annotated[NDArray, dict(device="cpu", writable=False)],
-        topk_ids: Annotated[NDArray, dict(device="cpu", writable=False)],
-        topk_weights: Annotated[NDArray, dict(device="cpu", writable=False)],
+        units: numpy.typing.NDArray[numpy.uint8],
+        x: numpy.typing.NDArray[numpy.float32] | numpy.typing.NDArray[numpy.uint16],
+        topk_ids: numpy.typing.NDArray[numpy.int32],
+        topk_weights: numpy.typing.NDArray[numpy.float32],
         units_first_stripe: int = 0,
-        out: object | None = None,
-    ) -> object:
+        out: numpy.typing.NDArray[numpy.float32] | None = None,
+    ) -> numpy.typing.NDArray[numpy.float32]:
         """
         The weighted sum of the rows' experts, restricted to the slice: partial sums [T, H] f32.
 
@@ -115,7 +116,7 @@ class Experts:
             Releases the interpreter; one run at a time per object.
 
         Reference:
-            tests/kernels/reference.py, float64, with the bound of experts.h
+            tests/kernels/expert_reference.py, float64, with the bound of experts.h
         """
 
     @property

@@ -1,6 +1,7 @@
 """The expert function in float64 from dense weights, with the error bound of csrc/kernels/experts.h.
 
-Built from the definitions alone (e4m3, block scales, SiLU), not from the fp9 packer or its numpy twin.
+Built from the definitions alone (e4m3, block scales, SiLU), not from the fp9 packer or its numpy twin;
+:func:`pack` is there to hand the same layer to the kernels.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+
+from duckllm import _native
 
 UNIT_ROUNDOFF = 2.0**-24
 SMALLEST_ACTIVATION = 2.0**-50
@@ -109,9 +112,9 @@ def expert_sums(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The exact sums y [T, H] in float64 and the bound on the error of the native kernels.
 
-    The bound follows the order of summation of csrc/kernels/experts.h, to first order in the unit roundoff u: a chain
-    of n multiply-adds is within (n + 1) u of the sum of absolute terms (+ 1 for kernels without FMA), each block adds
-    a product and a sum, and errors of g, u and the activation pass on through the function's slopes.
+    It follows the order of summation of csrc/kernels/experts.h, to first order in the roundoff u: a chain
+    of n multiply-adds is within (n + 1) u of the sum of absolute terms, where kernels without FMA need the 1;
+    each block adds a product and a sum; errors of gate, up and activation pass on through the slopes.
     """
     x, weights = x.astype(np.float64), topk_weights.astype(np.float64)
     y, bound = np.zeros_like(x), np.zeros_like(x)
@@ -134,3 +137,30 @@ def expert_sums(
             magnitude[row] += abs(down) @ abs(a)
             bound[row] += abs(down) @ (da + SMALLEST_ACTIVATION)
     return y, bound + sum_error * magnitude
+
+
+def pack(layer: Layer) -> np.ndarray:
+    """All units of a layer, [E, S_total, unit_bytes(H)] uint8."""
+    names = ("gate", "up", "down", "gate_scale", "up_scale", "down_scale")
+    experts = range(layer.num_experts)
+    return np.stack(
+        [_native.pack_expert_units(*(getattr(layer, name)[e] for name in names)) for e in experts]
+    )
+
+
+def random_step(
+    layer: Layer, num_tokens: int, top_k: int, seed: int = 1
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x [T, H] f32, topk_ids [T, K] int32 and topk_weights [T, K] f32, checked to be varied."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((num_tokens, layer.hidden)).astype(np.float32)
+    topk_ids = rng.integers(0, layer.num_experts, (num_tokens, top_k), dtype=np.int32)
+    topk_weights = rng.uniform(0.1, 1.0, (num_tokens, top_k)).astype(np.float32)
+    assert len(np.unique(x)) > 0.99 * x.size
+    assert len(np.unique(topk_weights)) > 0.99 * topk_weights.size
+    return x, topk_ids, topk_weights
+
+
+def assert_same_bits(a: np.ndarray, b: np.ndarray) -> None:
+    """Equal to the last bit, signs of zeros and NaN payloads included."""
+    np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
