@@ -103,4 +103,15 @@ class AuthenticationError(ClusterError):
 
 
 class WorkerLostError(ClusterError):
-    """A worker went away, or did not answer in time, during work."""
+    """A worker went away, or did not answer in time, during work.
+
+    Args:
+        address: Where the worker was.
+        reason: What happened, in a few words.
+        layer: The layer whose step was being sent or waited for, where there was one.
+    """
+
+    def __init__(self, address: str, reason: str, layer: int | None = None) -> None:
+        self.address, self.reason, self.layer = address, reason, layer
+        during = "" if layer is None else f" at layer {layer}"
+        super().__init__(f"worker {address} is lost{during}: {reason}")
