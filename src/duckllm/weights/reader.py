@@ -20,6 +20,40 @@ UNITS = "units"
 DATA_ALIGNMENT = 4096
 
 
+def map_units(path: Path, shape: tuple[int, int, int]) -> np.memmap[tuple[int, ...], np.dtype[np.uint8]]:
+    """The units of an expert file, mapped read-only.
+
+    Args:
+        path: The file.
+        shape: Experts, stripes, bytes of a unit, as the manifest says.
+
+    Shapes: result: [E, S_total, unit_bytes] u8, read-only.
+
+    Raises:
+        CheckpointError: The file is missing, truncated or of another shape.
+    """
+    info = read_header(path).get(UNITS)
+    if info is None or info.dtype != "U8" or info.shape != shape:
+        got = "no such tensor" if info is None else f"{info.dtype} {list(info.shape)}"
+        raise CheckpointError(f"{path}: {UNITS}: got {got}, expected U8 {list(shape)}")
+    if info.offset % DATA_ALIGNMENT:
+        raise CheckpointError(
+            f"{path}: {UNITS}: data starts at {info.offset}, expected a multiple of {DATA_ALIGNMENT}"
+        )
+    return np.memmap(path, np.uint8, mode="r", offset=info.offset, shape=shape)
+
+
+def stripe_sha256(units: npt.NDArray[np.uint8], stripe: int) -> str:
+    """SHA-256 over one stripe's units of every expert, in hex.
+
+    Shapes: units: [E, S, unit_bytes] u8.
+    """
+    digest = hashlib.sha256()
+    for expert in range(units.shape[0]):
+        digest.update(units[expert, stripe])
+    return digest.hexdigest()
+
+
 class ExpertFile:
     """One layer's experts.
 
@@ -41,18 +75,8 @@ class ExpertFile:
             manifest.expert_path(layer)
         self._entry = manifest.expert_layers[layer]
         shape = (manifest.num_experts, manifest.num_stripes, manifest.unit_bytes)
-        info = read_header(self.path).get(UNITS)
-        if info is None or info.dtype != "U8" or info.shape != shape:
-            got = "no such tensor" if info is None else f"{info.dtype} {list(info.shape)}"
-            raise CheckpointError(f"{self.path}: {UNITS}: got {got}, expected U8 {list(shape)}")
-        if info.offset % DATA_ALIGNMENT:
-            raise CheckpointError(
-                f"{self.path}: {UNITS}: data starts at {info.offset}, expected a multiple of {DATA_ALIGNMENT}"
-            )
-        self.data_offset = info.offset
-        self.units: npt.NDArray[np.uint8] = np.memmap(
-            self.path, np.uint8, mode="r", offset=info.offset, shape=shape
-        )
+        self.units = map_units(self.path, shape)
+        self.data_offset = int(self.units.offset)
 
     @classmethod
     def open(cls, manifest: Manifest, layer: int) -> ExpertFile:
@@ -75,12 +99,10 @@ class ExpertFile:
         total = self.units.shape[1]
         last = total if num_stripes is None else first_stripe + num_stripes
         for stripe in range(first_stripe, last):
-            digest = hashlib.sha256()
-            for expert in range(self.units.shape[0]):
-                digest.update(self.units[expert, stripe])
+            got = stripe_sha256(self.units, stripe)
             expected = self._entry.stripe_sha256[stripe]
-            if digest.hexdigest() != expected:
+            if got != expected:
                 raise WeightHashError(
-                    f"{self.path}: layer {self.layer}, stripe {stripe}: got SHA-256 {digest.hexdigest()}, "
+                    f"{self.path}: layer {self.layer}, stripe {stripe}: got SHA-256 {got}, "
                     f"expected {expected}"
                 )

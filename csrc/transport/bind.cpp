@@ -1,0 +1,108 @@
+// The transport for Python: arrays in, arrays out, the GIL released while bytes move.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
+
+#include "transport/transport.h"
+
+namespace nb = nanobind;
+
+namespace duck {
+namespace {
+
+template <typename T>
+using Matrix = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+PyObject* transport_error_type = nullptr;
+
+void check_shape(const char* field, size_t got_rows, size_t got_columns, size_t rows, size_t columns) {
+  if (got_rows == rows && got_columns == columns) return;
+  throw std::invalid_argument(std::string(field) + ": got shape [" + std::to_string(got_rows) + ", " +
+                              std::to_string(got_columns) + "], expected [" + std::to_string(rows) + ", " +
+                              std::to_string(columns) + "]");
+}
+
+class PyTransport {
+ public:
+  PyTransport(std::vector<int> sockets, const TransportConfig& config)
+      : config_(config), transport_(std::move(sockets), config) {}
+
+  uint64_t submit(uint32_t layer, Matrix<const float> x, Matrix<const int32_t> topk_ids,
+                  Matrix<const float> topk_weights, uint16_t lane) {
+    const size_t tokens = x.shape(0);
+    const size_t top_k = topk_ids.shape(1);
+    check_shape("x", x.shape(0), x.shape(1), tokens, config_.hidden_size);
+    check_shape("topk_ids", topk_ids.shape(0), topk_ids.shape(1), tokens, top_k);
+    check_shape("topk_weights", topk_weights.shape(0), topk_weights.shape(1), tokens, top_k);
+    nb::gil_scoped_release release;
+    return transport_.submit(layer, lane, static_cast<uint32_t>(tokens), static_cast<uint32_t>(top_k), x.data(),
+                             topk_ids.data(), topk_weights.data());
+  }
+
+  void wait(uint64_t ticket, Matrix<float> out) {
+    nb::gil_scoped_release release;
+    const uint32_t tokens = transport_.ticket_tokens(ticket);
+    check_shape("out", out.shape(0), out.shape(1), tokens, config_.hidden_size);
+    transport_.wait(ticket, out.data());
+  }
+
+  Transport& native() { return transport_; }
+
+ private:
+  const TransportConfig config_;
+  Transport transport_;
+};
+
+}  // namespace
+
+void bind_transport(nb::module_& m) {
+  transport_error_type = PyErr_NewExceptionWithDoc(
+      "duckllm._native.TransportError",
+      "A worker is lost; args are its index, the layer (or None) and the reason.", PyExc_RuntimeError, nullptr);
+  m.attr("TransportError") = nb::handle(transport_error_type);
+  nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const TransportError& error) {
+      nb::object layer = error.layer() ? nb::cast(*error.layer()) : nb::none();
+      PyErr_SetObject(transport_error_type, nb::make_tuple(error.worker(), layer, error.what()).ptr());
+    }
+  });
+
+  nb::class_<PyTransport>(m, "Transport", "Steps to every worker, partial sums back, added in worker order.")
+      .def(
+          "__init__",
+          [](PyTransport* self, std::vector<int> sockets, uint32_t hidden_size, uint32_t top_k,
+             uint32_t max_step_tokens, bool x_bf16, bool reply_bf16, int64_t step_timeout_ms, int spin_us) {
+            TransportConfig config;
+            config.hidden_size = hidden_size;
+            config.top_k = top_k;
+            config.max_step_tokens = max_step_tokens;
+            config.x_type = static_cast<ActivationType>(x_bf16);
+            config.reply_type = static_cast<ActivationType>(reply_bf16);
+            config.step_timeout_ms = step_timeout_ms;
+            config.spin_us = spin_us;
+            new (self) PyTransport(std::move(sockets), config);
+          },
+          nb::arg("sockets"), nb::kw_only(), nb::arg("hidden_size"), nb::arg("top_k"), nb::arg("max_step_tokens"),
+          nb::arg("x_bf16") = false, nb::arg("reply_bf16") = false, nb::arg("step_timeout_ms") = 30'000,
+          nb::arg("spin_us") = 0)
+      .def("submit", &PyTransport::submit, nb::arg("layer"), nb::arg("x").noconvert(),
+           nb::arg("topk_ids").noconvert(), nb::arg("topk_weights").noconvert(), nb::arg("lane") = 0,
+           "Sends x [T, H] f32, topk_ids [T, K] i32, topk_weights [T, K] f32 to every worker; returns a ticket.")
+      .def("wait", &PyTransport::wait, nb::arg("ticket"), nb::arg("out").noconvert(),
+           "Writes the sum of the workers' replies into out [T, H] f32.")
+      .def(
+          "ticket_tokens", [](PyTransport& self, uint64_t ticket) { return self.native().ticket_tokens(ticket); },
+          nb::arg("ticket"), nb::call_guard<nb::gil_scoped_release>(), "T of a step in flight.")
+      .def(
+          "last_compute_us", [](PyTransport& self) { return self.native().last_compute_us(); },
+          nb::call_guard<nb::gil_scoped_release>(),
+          "Each worker's own time for the step last waited for, microseconds.")
+      .def(
+          "close", [](PyTransport& self) { self.native().close(); }, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("closed", [](PyTransport& self) { return self.native().closed(); },
+                   nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace duck

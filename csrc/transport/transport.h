@@ -1,0 +1,109 @@
+// The host's end of the wire: sends each step to every worker and adds their partial sums in worker order. Called
+// by duckllm/transport/transport.py through bind.cpp, without the GIL; knows neither models nor processes.
+//
+// Several steps may be in flight. Nothing here can deadlock on full socket buffers: while a request is still being
+// sent, replies of earlier steps are received.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels/experts.h"
+#include "wire/frame.h"
+#include "wire/socket_io.h"
+
+namespace duck {
+
+// A worker is gone, late, or sent something else than its reply. The transport is closed by then.
+class TransportError : public std::runtime_error {
+ public:
+  TransportError(size_t worker, std::optional<uint32_t> layer, const std::string& reason)
+      : std::runtime_error(reason), worker_(worker), layer_(layer) {}
+  size_t worker() const { return worker_; }  // index in the order of the connections
+  std::optional<uint32_t> layer() const { return layer_; }
+
+ private:
+  size_t worker_;
+  std::optional<uint32_t> layer_;
+};
+
+struct TransportConfig {
+  uint32_t hidden_size = 0;
+  uint32_t top_k = 0;
+  uint32_t max_step_tokens = 0;
+  ActivationType x_type = ActivationType::kF32;      // of x on the wire
+  ActivationType reply_type = ActivationType::kF32;  // of the partial sums on the wire
+  int64_t step_timeout_ms = 30'000;
+  int spin_us = 0;  // how long wait() reads without sleeping
+};
+
+class Transport {
+ public:
+  // More steps in flight than this: the oldest is forgotten, and its replies are dropped.
+  static constexpr size_t kMaxTickets = 64;
+
+  // Takes the sockets over (one a worker, in worker order) and closes them in the end.
+  Transport(std::vector<int> sockets, const TransportConfig& config);
+  ~Transport();
+  Transport(const Transport&) = delete;
+  Transport& operator=(const Transport&) = delete;
+
+  // Sends one step to every worker and returns its ticket once the last byte is handed over. x is [T, H] f32.
+  // Throws std::invalid_argument for T or top_k out of range, TransportError when a worker is lost.
+  uint64_t submit(uint32_t layer, uint16_t lane, uint32_t num_tokens, uint32_t top_k, const float* x,
+                  const int32_t* topk_ids, const float* topk_weights);
+
+  // Waits for every worker's reply to that step, at most step_timeout_ms from now, and writes the sum
+  // ((y_0 + y_1) + y_2) + ... [T, H] f32. Tickets may be waited for in any order, each once.
+  // Throws std::invalid_argument for a ticket that is not in flight, TransportError when a worker is lost.
+  void wait(uint64_t ticket, float* sum);
+
+  // Tokens of a ticket in flight; throws std::invalid_argument for any other.
+  uint32_t ticket_tokens(uint64_t ticket) const;
+
+  // Each worker's own time for the step last waited for, microseconds, in worker order.
+  std::vector<uint32_t> last_compute_us() const;
+
+  // Says CLOSE to every worker and closes the sockets. Does nothing the second time.
+  void close();
+  bool closed() const;
+
+  size_t num_workers() const { return links_.size(); }
+
+ private:
+  struct Step;  // one ticket: partial sums as they come in
+  struct Link;  // one worker's socket and the reply that is being received from it
+
+  Step* find(uint64_t ticket) const;
+  void forget(uint64_t ticket);
+  Step& new_step(uint32_t layer, uint16_t lane, uint32_t num_tokens);
+  void send_to_all(const wire::TwoParts& message, uint32_t layer);
+  void receive_from(size_t worker, uint32_t layer);
+  bool advance(size_t worker);
+  void begin_body(size_t worker);
+  void finish_body(Link& link, size_t worker);
+  [[noreturn]] void fail(size_t worker, uint32_t layer, const std::string& reason);
+  [[noreturn]] void fail_to_send(size_t worker, uint32_t layer, int error);
+  void check_open(std::optional<uint32_t> layer) const;
+  void close_sockets();
+
+  mutable std::mutex mutex_;  // one call at a time
+  const TransportConfig config_;
+  std::vector<std::unique_ptr<Link>> links_;
+  std::vector<std::unique_ptr<Step>> in_flight_;  // oldest first
+  std::vector<std::unique_ptr<Step>> spare_;
+  std::vector<uint8_t> request_;  // what is encoded: headers, ids, weights, and x where it is bf16
+  std::vector<uint32_t> last_compute_us_;
+  uint64_t last_sequence_ = 0;
+  bool closed_ = false;
+  std::string closed_because_;
+  size_t lost_worker_ = 0;
+};
+
+}  // namespace duck

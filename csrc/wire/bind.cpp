@@ -1,0 +1,160 @@
+// Python names of the wire codec, for the control phase and its tests.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+
+#include <cstring>
+#include <tuple>
+
+#include "wire/frame.h"
+
+namespace nb = nanobind;
+
+namespace duck {
+namespace {
+
+using namespace wire;
+
+const uint8_t* checked(const nb::bytes& data, size_t expected_bytes, const char* what) {
+  if (data.size() != expected_bytes) {
+    throw WireError(ErrorCode::kProtocol, std::string(what) + " bytes: got " + std::to_string(data.size()) +
+                                              ", expected " + std::to_string(expected_bytes));
+  }
+  return reinterpret_cast<const uint8_t*>(data.c_str());
+}
+
+PyObject* wire_error_type = nullptr;
+
+}  // namespace
+
+void bind_wire(nb::module_& m) {
+  m.attr("PROTOCOL_VERSION") = kProtocolVersion;
+  m.attr("FRAME_HEADER_BYTES") = kFrameHeaderBytes;
+  m.attr("STEP_HEADER_BYTES") = kStepHeaderBytes;
+  m.attr("NONCE_BYTES") = kNonceBytes;
+
+  nb::enum_<FrameType>(m, "FrameType", "Types of frames, see docs/wire-format.md.")
+      .value("AUTH_OPEN", FrameType::kAuthOpen)
+      .value("AUTH_CHALLENGE", FrameType::kAuthChallenge)
+      .value("AUTH_PROOF", FrameType::kAuthProof)
+      .value("HELLO", FrameType::kHello)
+      .value("PREPARE", FrameType::kPrepare)
+      .value("READY", FrameType::kReady)
+      .value("ERROR", FrameType::kError)
+      .value("STEP_REQUEST", FrameType::kStepRequest)
+      .value("STEP_REPLY", FrameType::kStepReply)
+      .value("CLOSE", FrameType::kClose);
+  nb::enum_<ErrorCode>(m, "ErrorCode", "What an ERROR frame is about.")
+      .value("PROTOCOL", ErrorCode::kProtocol)
+      .value("VERSION", ErrorCode::kVersion)
+      .value("AUTHENTICATION", ErrorCode::kAuthentication)
+      .value("BUSY", ErrorCode::kBusy)
+      .value("PLAN", ErrorCode::kPlan)
+      .value("MODEL_NOT_FOUND", ErrorCode::kModelNotFound)
+      .value("CHECKPOINT", ErrorCode::kCheckpoint)
+      .value("WEIGHT_FORMAT", ErrorCode::kWeightFormat)
+      .value("WEIGHT_HASH", ErrorCode::kWeightHash)
+      .value("TIMEOUT", ErrorCode::kTimeout)
+      .value("INTERNAL", ErrorCode::kInternal);
+
+  // WireError.args == (ErrorCode, sentence).
+  wire_error_type = PyErr_NewExceptionWithDoc(
+      "duckllm._native.WireError", "Bytes that do not follow the wire format; args are the ErrorCode and a sentence.",
+      PyExc_ValueError, nullptr);
+  m.attr("WireError") = nb::handle(wire_error_type);
+  nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const WireError& error) {
+      PyErr_SetObject(wire_error_type, nb::make_tuple(error.code(), error.what()).ptr());
+    }
+  });
+
+  m.def(
+      "payload_limits",
+      [](FrameType type) {
+        const PayloadLimits limits = payload_limits(type);
+        return std::tuple(limits.min_bytes, limits.max_bytes);
+      },
+      nb::arg("type"), "The smallest and largest payload of a frame type, bytes.");
+  m.def(
+      "encode_frame_header",
+      [](FrameType type, uint32_t payload_bytes, uint64_t sequence) {
+        uint8_t out[kFrameHeaderBytes];
+        encode_frame_header({type, payload_bytes, sequence}, out);
+        return nb::bytes(reinterpret_cast<const char*>(out), sizeof(out));
+      },
+      nb::arg("type"), nb::arg("payload_bytes"), nb::arg("sequence") = 0, "The 24 bytes before a payload.");
+  m.def(
+      "decode_frame_header",
+      [](const nb::bytes& data) {
+        const FrameHeader header = decode_frame_header(checked(data, kFrameHeaderBytes, "frame header"));
+        return std::tuple(header.type, header.payload_bytes, header.sequence);
+      },
+      nb::arg("data"), "(type, payload_bytes, sequence); raises WireError.");
+  m.def(
+      "encode_step_request_header",
+      [](uint32_t layer, uint32_t num_tokens, uint16_t top_k, uint16_t lane, bool x_bf16, bool reply_bf16) {
+        uint8_t out[kStepHeaderBytes];
+        encode_step_request_header({layer, num_tokens, top_k, lane, static_cast<ActivationType>(x_bf16),
+                                    static_cast<ActivationType>(reply_bf16)},
+                                   out);
+        return nb::bytes(reinterpret_cast<const char*>(out), sizeof(out));
+      },
+      nb::arg("layer"), nb::arg("num_tokens"), nb::arg("top_k"), nb::arg("lane") = 0, nb::arg("x_bf16") = false,
+      nb::arg("reply_bf16") = false, "The first 16 payload bytes of a STEP_REQUEST.");
+  m.def(
+      "decode_step_reply_header",
+      [](const nb::bytes& data) {
+        const StepReplyHeader header =
+            decode_step_reply_header(checked(data, kStepHeaderBytes, "step reply header"));
+        return std::tuple(header.layer, header.num_tokens, header.compute_us, header.lane,
+                          header.reply_type == ActivationType::kBf16);
+      },
+      nb::arg("data"), "(layer, num_tokens, compute_us, lane, reply_bf16); raises WireError.");
+  m.def(
+      "encode_step_reply_header",
+      [](uint32_t layer, uint32_t num_tokens, uint32_t compute_us, uint16_t lane, bool reply_bf16) {
+        uint8_t out[kStepHeaderBytes];
+        encode_step_reply_header(
+            {layer, num_tokens, compute_us, lane, static_cast<ActivationType>(reply_bf16), 0}, out);
+        return nb::bytes(reinterpret_cast<const char*>(out), sizeof(out));
+      },
+      nb::arg("layer"), nb::arg("num_tokens"), nb::arg("compute_us") = 0, nb::arg("lane") = 0,
+      nb::arg("reply_bf16") = false, "The first 16 payload bytes of a STEP_REPLY.");
+  m.def(
+      "encode_error_frame",
+      [](ErrorCode code, const std::string& text) {
+        const std::vector<uint8_t> frame = encode_error_frame(code, text);
+        return nb::bytes(reinterpret_cast<const char*>(frame.data()), frame.size());
+      },
+      nb::arg("code"), nb::arg("text"), "A whole ERROR frame, header included.");
+  m.def(
+      "decode_error_payload",
+      [](const nb::bytes& data) {
+        const ErrorPayload payload =
+            decode_error_payload(reinterpret_cast<const uint8_t*>(data.c_str()), data.size());
+        return std::tuple(payload.code, nb::bytes(payload.text.data(), payload.text.size()));
+      },
+      nb::arg("data"), "(code as a number, text as UTF-8 bytes); raises WireError.");
+  m.def(
+      "encode_auth_payload",
+      [](bool has_token, const nb::bytes& nonce) {
+        AuthPayload payload;
+        payload.has_token = has_token;
+        std::memcpy(payload.nonce, checked(nonce, kNonceBytes, "nonce"), kNonceBytes);
+        uint8_t out[kAuthPayloadBytes];
+        encode_auth_payload(payload, out);
+        return nb::bytes(reinterpret_cast<const char*>(out), sizeof(out));
+      },
+      nb::arg("has_token"), nb::arg("nonce"), "The payload of AUTH_OPEN and AUTH_CHALLENGE.");
+  m.def(
+      "decode_auth_payload",
+      [](const nb::bytes& data) {
+        const AuthPayload payload = decode_auth_payload(checked(data, kAuthPayloadBytes, "authentication payload"));
+        return std::tuple(payload.has_token, nb::bytes(reinterpret_cast<const char*>(payload.nonce), kNonceBytes));
+      },
+      nb::arg("data"), "(has_token, nonce); raises WireError.");
+}
+
+}  // namespace duck

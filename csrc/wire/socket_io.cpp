@@ -1,0 +1,76 @@
+#include "wire/socket_io.h"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <system_error>
+
+namespace duck::wire {
+
+IoResult receive_some(int fd, uint8_t* out, size_t bytes) {
+  for (;;) {
+    const ssize_t got = ::recv(fd, out, bytes, MSG_DONTWAIT);
+    if (got > 0) return {IoState::kDone, static_cast<size_t>(got), 0};
+    if (got == 0) return {IoState::kEnded, 0, 0};
+    if (errno == EINTR) continue;
+    if (errno == EAGAIN || errno == EWOULDBLOCK) return {IoState::kWouldWait, 0, 0};
+    return {IoState::kFailed, 0, errno};
+  }
+}
+
+IoResult send_some(int fd, const TwoParts& message, size_t sent_bytes) {
+  iovec parts[2];
+  int count = 0;
+  if (sent_bytes < message.first_bytes) {
+    parts[count++] = {const_cast<uint8_t*>(message.first + sent_bytes), message.first_bytes - sent_bytes};
+    if (message.second_bytes > 0) parts[count++] = {const_cast<uint8_t*>(message.second), message.second_bytes};
+  } else {
+    const size_t skip = sent_bytes - message.first_bytes;
+    parts[count++] = {const_cast<uint8_t*>(message.second + skip), message.second_bytes - skip};
+  }
+  msghdr header{};
+  header.msg_iov = parts;
+  header.msg_iovlen = static_cast<size_t>(count);
+  for (;;) {
+    const ssize_t sent = ::sendmsg(fd, &header, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent >= 0) return {IoState::kDone, static_cast<size_t>(sent), 0};
+    if (errno == EINTR) continue;
+    if (errno == EAGAIN || errno == EWOULDBLOCK) return {IoState::kWouldWait, 0, 0};
+    return {IoState::kFailed, 0, errno};
+  }
+}
+
+int poll_timeout_ms(Deadline deadline) {
+  if (deadline == kNever) return -1;
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+  return static_cast<int>(std::clamp<int64_t>(left, 0, INT_MAX));
+}
+
+bool wait_for(int fd, Direction direction, Deadline deadline) {
+  for (;;) {
+    pollfd entry{fd, static_cast<short>(direction == Direction::kRead ? POLLIN : POLLOUT), 0};
+    const int ready = ::poll(&entry, 1, poll_timeout_ms(deadline));
+    if (ready > 0) return true;
+    if (ready < 0 && errno != EINTR) return true;  // the next read or write reports it
+    if (deadline != kNever && Clock::now() >= deadline) return false;
+  }
+}
+
+void set_connection_options(int fd) {
+  const auto set = [fd](int level, int option, int value) { ::setsockopt(fd, level, option, &value, sizeof(value)); };
+  set(IPPROTO_TCP, TCP_NODELAY, 1);
+  set(SOL_SOCKET, SO_KEEPALIVE, 1);
+  set(IPPROTO_TCP, TCP_KEEPIDLE, 30);
+  set(IPPROTO_TCP, TCP_KEEPINTVL, 10);
+  set(IPPROTO_TCP, TCP_KEEPCNT, 3);
+  set(IPPROTO_TCP, TCP_USER_TIMEOUT, 60'000);
+}
+
+std::string error_text(int error) { return std::generic_category().message(error); }
+
+}  // namespace duck::wire

@@ -1,0 +1,116 @@
+// The worker's step loop for Python: weights stay memory-mapped arrays, the loop reads them in place.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+
+#include <memory>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+#include "kernels/experts.h"
+#include "kernels/fp9.h"
+#include "threads/thread_pool.h"
+#include "worker/step_loop.h"
+
+namespace nb = nanobind;
+
+namespace duck {
+namespace {
+
+using UnitsArray = nb::ndarray<const uint8_t, nb::ndim<3>, nb::device::cpu>;
+
+const char* end_reason_name(EndReason reason) {
+  switch (reason) {
+    case EndReason::kClosed:
+      return "closed";
+    case EndReason::kLost:
+      return "lost";
+    case EndReason::kMalformed:
+      return "malformed";
+    case EndReason::kTimeout:
+      return "timeout";
+  }
+  return "lost";
+}
+
+Isa parse_isa(const std::string& name) {
+  if (name == "auto") return select_isa();
+  for (const Isa isa : {Isa::kScalar, Isa::kAvx2, Isa::kAvx512}) {
+    if (name == isa_name(isa)) return isa;
+  }
+  throw std::invalid_argument("isa: got '" + name + "', expected auto, scalar, avx2 or avx512");
+}
+
+// Experts, their threads and the step loop, with the mapped weights of every layer.
+class StepServer {
+ public:
+  StepServer(const ExpertShape& shape, const StepLoopLimits& limits, int num_threads, const std::string& isa)
+      : pool_(num_threads, limits.spin_us),
+        experts_(shape, limits.max_step_tokens, parse_isa(isa), pool_),
+        loop_(experts_, layers_, limits) {}
+
+  void add_layer(uint32_t layer, UnitsArray units) {
+    const ExpertShape& shape = experts_.shape();
+    if (units.shape(0) != shape.num_experts || units.shape(1) != shape.num_stripes) {
+      throw std::invalid_argument("units of layer " + std::to_string(layer) + ": got [" +
+                                  std::to_string(units.shape(0)) + ", " + std::to_string(units.shape(1)) +
+                                  "] experts and stripes, expected [" + std::to_string(shape.num_experts) + ", " +
+                                  std::to_string(shape.num_stripes) + "]");
+    }
+    const size_t bytes = unit_bytes(shape.hidden_size);
+    if (units.shape(2) != bytes) {
+      throw std::invalid_argument("unit bytes of layer " + std::to_string(layer) + ": got " +
+                                  std::to_string(units.shape(2)) + ", expected " + std::to_string(bytes));
+    }
+    const bool units_follow = shape.num_stripes == 1 || units.stride(1) == static_cast<int64_t>(bytes);
+    if (units.stride(2) != 1 || !units_follow || units.stride(0) < 0) {
+      throw std::invalid_argument("units of layer " + std::to_string(layer) +
+                                  ": got gaps between bytes or stripes, expected none");
+    }
+    layers_[layer] = {units.data(), static_cast<size_t>(units.stride(0))};
+    kept_.push_back(std::move(units));
+  }
+
+  std::tuple<std::string, std::string, uint64_t> serve(int fd) {
+    const StepLoopEnd end = loop_.serve(fd);
+    return {end_reason_name(end.reason), end.message, end.steps_served};
+  }
+
+  std::string isa() const { return isa_name(experts_.isa()); }
+
+ private:
+  std::unordered_map<uint32_t, LayerUnits> layers_;
+  std::vector<UnitsArray> kept_;  // keeps the mapped arrays alive
+  ThreadPool pool_;
+  Experts experts_;
+  StepLoop loop_;
+};
+
+}  // namespace
+
+void bind_worker(nb::module_& m) {
+  nb::class_<StepServer>(m, "StepServer", "The experts of a slice behind one connection at a time.")
+      .def(
+          "__init__",
+          [](StepServer* self, uint32_t hidden_size, uint32_t intermediate_size, uint32_t num_experts, uint32_t top_k,
+             uint32_t first_stripe, uint32_t num_stripes, uint32_t max_step_tokens, int num_threads, int spin_us,
+             int64_t frame_timeout_ms, int64_t send_timeout_ms, const std::string& isa) {
+            const ExpertShape shape{hidden_size, intermediate_size, num_experts, top_k, first_stripe, num_stripes};
+            new (self) StepServer(shape, {max_step_tokens, spin_us, frame_timeout_ms, send_timeout_ms}, num_threads,
+                                  isa);
+          },
+          nb::kw_only(), nb::arg("hidden_size"), nb::arg("intermediate_size"), nb::arg("num_experts"),
+          nb::arg("top_k"), nb::arg("first_stripe"), nb::arg("num_stripes"), nb::arg("max_step_tokens"),
+          nb::arg("num_threads"), nb::arg("spin_us") = 0, nb::arg("frame_timeout_ms") = 30'000,
+          nb::arg("send_timeout_ms") = 60'000, nb::arg("isa") = "auto")
+      .def("add_layer", &StepServer::add_layer, nb::arg("layer"), nb::arg("units").noconvert(),
+           "Takes the slice's units [E, S, unit_bytes] u8 of a layer; kept alive, not copied.")
+      .def("serve", &StepServer::serve, nb::arg("fd"), nb::call_guard<nb::gil_scoped_release>(),
+           "Serves steps until the connection ends: (reason, message, steps_served), where reason is closed, lost, "
+           "malformed or timeout. Does not close fd.")
+      .def_prop_ro("isa", &StepServer::isa);
+}
+
+}  // namespace duck

@@ -1,0 +1,227 @@
+#include "worker/step_loop.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+
+namespace duck {
+namespace {
+
+using wire::Clock;
+using wire::ErrorCode;
+using wire::FrameHeader;
+using wire::FrameType;
+using wire::IoResult;
+using wire::IoState;
+using wire::StepReplyHeader;
+using wire::StepRequestHeader;
+using wire::WireError;
+
+[[noreturn]] void refuse(const std::string& field, uint64_t got, const std::string& expected) {
+  throw WireError(ErrorCode::kProtocol, field + ": got " + std::to_string(got) + ", expected " + expected);
+}
+
+void check_range(const char* field, uint64_t got, uint64_t most) {
+  if (got < 1 || got > most) refuse(field, got, "1 to " + std::to_string(most));
+}
+
+// Best effort: a host that does not take its error frame within a second goes without.
+void send_error(int fd, const WireError& error) {
+  const std::vector<uint8_t> frame = wire::encode_error_frame(error.code(), error.what());
+  const wire::Deadline deadline = wire::deadline_after_ms(1000);
+  const wire::TwoParts message{frame.data(), frame.size(), nullptr, 0};
+  size_t sent = 0;
+  while (sent < frame.size()) {
+    const IoResult result = wire::send_some(fd, message, sent);
+    if (result.state == IoState::kFailed) return;
+    sent += result.bytes;
+    if (result.state == IoState::kWouldWait && !wire::wait_for(fd, wire::Direction::kWrite, deadline)) return;
+  }
+}
+
+}  // namespace
+
+StepLoop::StepLoop(Experts& experts, const std::unordered_map<uint32_t, LayerUnits>& layers,
+                   const StepLoopLimits& limits)
+    : experts_(experts), layers_(layers), limits_(limits), hidden_size_(experts.shape().hidden_size) {
+  if (limits.max_step_tokens < 1) throw std::invalid_argument("max_step_tokens: got 0, expected at least 1");
+  StepRequestHeader largest;
+  largest.num_tokens = limits.max_step_tokens;
+  largest.top_k = static_cast<uint16_t>(std::min<uint32_t>(experts.shape().top_k, UINT16_MAX));
+  const uint64_t payload_bytes = wire::step_request_bytes(largest, hidden_size_);
+  const uint64_t limit_bytes = wire::payload_limits(FrameType::kStepRequest).max_bytes;
+  if (payload_bytes > limit_bytes) {
+    throw std::invalid_argument("max_step_tokens: got " + std::to_string(limits.max_step_tokens) + " (steps of " +
+                                std::to_string(payload_bytes) + " bytes), expected steps of at most " +
+                                std::to_string(limit_bytes) + " bytes");
+  }
+  max_frame_bytes_ = wire::kFrameHeaderBytes + payload_bytes;
+  capacity_bytes_ = 2 * max_frame_bytes_;  // the next lane's request is read along with this one
+  received_ = std::make_unique_for_overwrite<uint8_t[]>(capacity_bytes_);
+  const size_t values = size_t{limits.max_step_tokens} * hidden_size_;
+  sums_ = std::make_unique_for_overwrite<float[]>(values);
+  sums_bf16_ = std::make_unique_for_overwrite<uint8_t[]>(2 * values);
+}
+
+StepLoopEnd StepLoop::serve(int fd) {
+  StepLoopEnd end;
+  received_bytes_ = 0;
+  frame_deadline_ = wire::kNever;
+  try {
+    while (serve_frame(fd, end)) {
+    }
+  } catch (const WireError& error) {
+    send_error(fd, error);
+    end.reason = EndReason::kMalformed;
+    end.message = error.what();
+  }
+  return end;
+}
+
+// Serves one frame; false when the session is over (end says why). Throws WireError for a malformed frame.
+bool StepLoop::serve_frame(int fd, StepLoopEnd& end) {
+  if (!fill(fd, wire::kFrameHeaderBytes, end)) return false;
+  const FrameHeader frame = wire::decode_frame_header(received_.get());
+  if (frame.type == FrameType::kClose) {
+    end.reason = EndReason::kClosed;
+    end.message = "closed by the host";
+    return false;
+  }
+  if (frame.type != FrameType::kStepRequest) {
+    throw WireError(ErrorCode::kProtocol, std::string("frame type: got ") + wire::frame_type_name(frame.type) +
+                                              ", expected STEP_REQUEST or CLOSE");
+  }
+  if (!fill(fd, wire::kFrameHeaderBytes + wire::kStepHeaderBytes, end)) return false;
+  const StepRequestHeader request = check_request(frame);
+  const size_t frame_bytes = wire::kFrameHeaderBytes + frame.payload_bytes;
+  if (!fill(fd, frame_bytes, end)) return false;
+
+  const size_t assignments = size_t{request.num_tokens} * request.top_k;
+  const uint8_t* body = received_.get() + wire::kFrameHeaderBytes + wire::kStepHeaderBytes;
+  StepRows rows;
+  rows.num_tokens = request.num_tokens;
+  rows.top_k = request.top_k;
+  rows.x_type = request.x_type;
+  rows.topk_ids = reinterpret_cast<const int32_t*>(body);
+  rows.topk_weights = reinterpret_cast<const float*>(body + 4 * assignments);
+  rows.x = body + 8 * assignments;
+
+  StepReplyHeader header;
+  header.layer = request.layer;
+  header.num_tokens = request.num_tokens;
+  header.lane = request.lane;
+  header.reply_type = request.reply_type;
+  const auto start = Clock::now();
+  try {
+    experts_.run(layers_.at(request.layer), rows, sums_.get());
+  } catch (const std::invalid_argument& error) {
+    throw WireError(ErrorCode::kProtocol, error.what());
+  }
+  const auto compute = std::chrono::duration_cast<std::chrono::microseconds>(Clock::now() - start).count();
+  header.compute_us = static_cast<uint32_t>(std::min<int64_t>(compute, UINT32_MAX));
+
+  received_bytes_ -= frame_bytes;
+  std::memmove(received_.get(), received_.get() + frame_bytes, received_bytes_);
+  frame_deadline_ = received_bytes_ > 0 ? wire::deadline_after_ms(limits_.frame_timeout_ms) : wire::kNever;
+  if (!reply(fd, frame.sequence, header, end)) return false;
+  ++end.steps_served;
+  return true;
+}
+
+// Everything that the header says is checked here, before the body is waited for.
+StepRequestHeader StepLoop::check_request(const FrameHeader& frame) {
+  const StepRequestHeader request =
+      wire::decode_step_request_header(received_.get() + wire::kFrameHeaderBytes);
+  check_range("step tokens", request.num_tokens, limits_.max_step_tokens);
+  check_range("step top_k", request.top_k, experts_.shape().top_k);
+  if (!layers_.contains(request.layer)) refuse("step layer", request.layer, "a layer of the plan");
+  const uint64_t expected = wire::step_request_bytes(request, hidden_size_);
+  if (frame.payload_bytes != expected) {
+    refuse("STEP_REQUEST payload bytes", frame.payload_bytes, std::to_string(expected));
+  }
+  return request;
+}
+
+// Reads until `bytes` bytes of the current frame are there; takes along whatever else has come.
+bool StepLoop::fill(int fd, size_t bytes, StepLoopEnd& end) {
+  while (received_bytes_ < bytes) {
+    const IoResult result =
+        wire::receive_some(fd, received_.get() + received_bytes_, capacity_bytes_ - received_bytes_);
+    switch (result.state) {
+      case IoState::kDone:
+        if (received_bytes_ == 0) frame_deadline_ = wire::deadline_after_ms(limits_.frame_timeout_ms);
+        received_bytes_ += result.bytes;
+        break;
+      case IoState::kWouldWait:
+        if (!wait_readable(fd, end)) return false;
+        break;
+      case IoState::kEnded:
+        end.reason = EndReason::kLost;
+        end.message = received_bytes_ == 0 ? "the host closed the connection without CLOSE"
+                                           : "the connection ended inside a frame";
+        return false;
+      case IoState::kFailed:
+        end.reason = EndReason::kLost;
+        end.message = "the connection failed: " + wire::error_text(result.error);
+        return false;
+    }
+  }
+  return true;
+}
+
+bool StepLoop::wait_readable(int fd, StepLoopEnd& end) {
+  if (limits_.spin_us > 0) {
+    // A look without sleeping: receive_some() is asked again by fill() as soon as poll() sees something.
+    const auto until = Clock::now() + std::chrono::microseconds(limits_.spin_us);
+    do {
+      if (wire::wait_for(fd, wire::Direction::kRead, Clock::now())) return true;
+    } while (Clock::now() < until);
+  }
+  if (wire::wait_for(fd, wire::Direction::kRead, frame_deadline_)) return true;
+  const WireError error(ErrorCode::kTimeout, "half a frame: got " + std::to_string(received_bytes_) +
+                                                 " bytes, expected the rest within " +
+                                                 std::to_string(limits_.frame_timeout_ms) + " ms");
+  send_error(fd, error);
+  end.reason = EndReason::kTimeout;
+  end.message = error.what();
+  return false;
+}
+
+bool StepLoop::reply(int fd, uint64_t sequence, const StepReplyHeader& header, StepLoopEnd& end) {
+  uint8_t head[wire::kFrameHeaderBytes + wire::kStepHeaderBytes];
+  const uint64_t payload_bytes = wire::step_reply_bytes(header, hidden_size_);
+  wire::encode_frame_header({FrameType::kStepReply, static_cast<uint32_t>(payload_bytes), sequence}, head);
+  wire::encode_step_reply_header(header, head + wire::kFrameHeaderBytes);
+
+  wire::TwoParts message;
+  message.first = head;
+  message.first_bytes = sizeof(head);
+  message.second = reinterpret_cast<const uint8_t*>(sums_.get());
+  message.second_bytes = payload_bytes - wire::kStepHeaderBytes;
+  if (header.reply_type == ActivationType::kBf16) {
+    wire::encode_bf16(sums_.get(), size_t{header.num_tokens} * hidden_size_, sums_bf16_.get());
+    message.second = sums_bf16_.get();
+  }
+
+  const wire::Deadline deadline = wire::deadline_after_ms(limits_.send_timeout_ms);
+  size_t sent = 0;
+  while (sent < message.total_bytes()) {
+    const IoResult result = wire::send_some(fd, message, sent);
+    if (result.state == IoState::kFailed) {
+      end.reason = EndReason::kLost;
+      end.message = "the connection failed: " + wire::error_text(result.error);
+      return false;
+    }
+    sent += result.bytes;
+    if (result.state == IoState::kWouldWait && !wire::wait_for(fd, wire::Direction::kWrite, deadline)) {
+      end.reason = EndReason::kTimeout;
+      end.message =
+          "a reply: the host did not take it within " + std::to_string(limits_.send_timeout_ms) + " ms";
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace duck

@@ -1,0 +1,69 @@
+// A worker's native loop: reads step requests from one connection, runs the experts, replies in order, until the
+// connection ends. Called by worker/session.py through bind.cpp once the control phase is over, without the GIL.
+// Knows the wire format and the experts; never prints, never exits, closes nothing.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "kernels/experts.h"
+#include "wire/frame.h"
+#include "wire/socket_io.h"
+
+namespace duck {
+
+struct StepLoopLimits {
+  uint32_t max_step_tokens = 0;
+  int spin_us = 0;                // how long to read without sleeping between steps
+  int64_t frame_timeout_ms = 30'000;  // from a frame's first byte to its last
+  int64_t send_timeout_ms = 60'000;   // for one reply to be taken by the host
+};
+
+enum class EndReason : uint8_t {
+  kClosed,     // the host said CLOSE
+  kLost,       // the connection ended or failed
+  kMalformed,  // a frame did not follow the format or the plan; the host was told why
+  kTimeout,    // half a frame, or a host that does not take its replies
+};
+
+struct StepLoopEnd {
+  EndReason reason = EndReason::kLost;
+  std::string message;
+  uint64_t steps_served = 0;
+};
+
+class StepLoop {
+ public:
+  // experts and layers outlive the loop. Buffers for the largest frames are set aside here; their pages are
+  // touched only as far as steps need them.
+  StepLoop(Experts& experts, const std::unordered_map<uint32_t, LayerUnits>& layers, const StepLoopLimits& limits);
+
+  // Serves a connected stream socket until it ends. Between frames it waits for ever (keepalive notices a host
+  // that is gone); once a byte of a frame is there, the rest must come within frame_timeout_ms.
+  StepLoopEnd serve(int fd);
+
+ private:
+  bool fill(int fd, size_t bytes, StepLoopEnd& end);
+  bool wait_readable(int fd, StepLoopEnd& end);
+  bool serve_frame(int fd, StepLoopEnd& end);
+  wire::StepRequestHeader check_request(const wire::FrameHeader& frame);
+  bool reply(int fd, uint64_t sequence, const wire::StepReplyHeader& header, StepLoopEnd& end);
+
+  Experts& experts_;
+  const std::unordered_map<uint32_t, LayerUnits>& layers_;
+  const StepLoopLimits limits_;
+  const uint32_t hidden_size_;
+  uint64_t max_frame_bytes_ = 0;
+  // Received bytes; the frame being served always begins at offset 0, so its ids and weights are aligned.
+  std::unique_ptr<uint8_t[]> received_;
+  size_t capacity_bytes_ = 0;
+  size_t received_bytes_ = 0;
+  wire::Deadline frame_deadline_ = wire::kNever;
+  std::unique_ptr<float[]> sums_;        // [T, H]
+  std::unique_ptr<uint8_t[]> sums_bf16_;  // the same, rounded for the wire
+};
+
+}  // namespace duck

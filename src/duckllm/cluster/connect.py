@@ -1,0 +1,172 @@
+"""The host's way to a worker: connect, authenticate, hello, prepare. One path, local workers and static ones.
+
+Called by :mod:`duckllm.cluster.base`. What it hands back is a :class:`Connection` whose next frame is the first
+step request; the native transport takes its socket over.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import duckllm
+from duckllm import _native
+from duckllm._native import FrameType
+from duckllm.cluster.address import Address, is_loopback
+from duckllm.cluster.auth import authenticate_host
+from duckllm.cluster.frames import ControlChannel, PeerClosedError
+from duckllm.cluster.plan import WorkerPlan
+from duckllm.errors import AuthenticationError, ProtocolError, WorkerUnavailableError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """What a worker says of itself.
+
+    Args:
+        address: Where it is.
+        isa: The instruction set its kernels use.
+        build: Its duck-llm version.
+        threads: Its compute threads.
+        pid: Its process id, on its own node.
+        memory_bytes: Memory of its node.
+        first_stripe: First stripe of its slice.
+        num_stripes: Stripes of its slice; 0 before it is prepared.
+    """
+
+    address: str
+    isa: str
+    build: str
+    threads: int
+    pid: int
+    memory_bytes: int
+    first_stripe: int = 0
+    num_stripes: int = 0
+
+
+class Connection:
+    """A worker that has authenticated, and once prepared is ready for steps.
+
+    Args:
+        address: The worker's address.
+        token: The cluster token, or None.
+        timeout_s: Limit for connecting and for each answer, seconds.
+
+    Raises:
+        WorkerUnavailableError: Nothing answers there, or not in time, or it is busy.
+        AuthenticationError: The tokens differ or are missing.
+        ProtocolVersionError: The worker speaks another protocol version.
+        ProtocolError: What answers is no worker, or breaks the protocol.
+    """
+
+    def __init__(self, address: Address, token: str | None, timeout_s: float) -> None:
+        self.address = address
+        self._timeout_s = timeout_s
+        self._socket = _open_socket(address, timeout_s)
+        try:
+            if token is None and not is_loopback(self._socket.getpeername()[0]):
+                raise AuthenticationError(
+                    f"cluster_token: got none, expected one, as worker {address} is beyond loopback"
+                )
+            self._channel = ControlChannel(self._socket, us="this host", peer=f"worker {address}")
+            self.info = self._guarded(lambda deadline: self._hello(token, deadline), timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        self.plan: WorkerPlan | None = None
+        self.verified_stripes = 0
+
+    def send_plan(self, plan: WorkerPlan) -> None:
+        """Sends the plan; the worker maps and verifies its weights meanwhile."""
+        message = plan.to_json()
+        self._guarded(
+            lambda deadline: self._channel.send_json(FrameType.PREPARE, message, deadline=deadline),
+            self._timeout_s,
+        )
+        self.plan = plan
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Waits until the worker has mapped and verified its weights.
+
+        Raises:
+            WorkerUnavailableError: Not within ``timeout_s``, gone, or busy with another host.
+            ModelNotFoundError: The worker finds no such file.
+            WeightHashError: A stripe is not what the plan says.
+            ModelError: The worker cannot use its files for another reason.
+        """
+        assert self.plan is not None
+        ready = self._guarded(
+            lambda deadline: self._channel.receive_json(FrameType.READY, deadline=deadline), timeout_s
+        )
+        self.verified_stripes = _field(ready, "verified_stripes", int, self._channel.peer)
+        self.info = replace(
+            self.info, first_stripe=self.plan.first_stripe, num_stripes=self.plan.num_stripes
+        )
+
+    def detach_socket(self) -> int:
+        """Gives the descriptor away; the connection is over for this object."""
+        return self._socket.detach()
+
+    def close(self) -> None:
+        """Closes the connection, if it is still here; a worker then waits for its next host."""
+        self._socket.close()
+
+    def _hello(self, token: str | None, deadline: float) -> WorkerInfo:
+        authenticate_host(self._channel, token, deadline=deadline)
+        hello = {
+            "protocol_version": _native.PROTOCOL_VERSION,
+            "build": duckllm.__version__,
+            "pid": os.getpid(),
+        }
+        self._channel.send_json(FrameType.HELLO, hello, deadline=deadline)
+        answer = self._channel.receive_json(FrameType.HELLO, deadline=deadline)
+        peer = self._channel.peer
+        return WorkerInfo(
+            address=str(self.address),
+            isa=_field(answer, "isa", str, peer),
+            build=_field(answer, "build", str, peer),
+            threads=_field(answer, "threads", int, peer),
+            pid=_field(answer, "pid", int, peer),
+            memory_bytes=_field(answer, "memory_bytes", int, peer),
+        )
+
+    def _guarded(self, action: Callable[[float], T], timeout_s: float) -> T:
+        """Runs one exchange under its deadline; sockets' own errors become typed ones."""
+        try:
+            return action(time.monotonic() + timeout_s)
+        except TimeoutError as error:
+            raise WorkerUnavailableError(
+                f"worker {self.address} did not answer within {timeout_s:g} s"
+            ) from error
+        except PeerClosedError as error:
+            raise WorkerUnavailableError(f"{error}") from error
+        except OSError as error:
+            # The worker may have said why before it closed.
+            self._channel.raise_reported_error(deadline=time.monotonic() + 1.0)
+            reason = error.strerror or str(error)
+            raise WorkerUnavailableError(f"worker {self.address} is not available: {reason}") from error
+
+
+def _open_socket(address: Address, timeout_s: float) -> socket.socket:
+    try:
+        return socket.create_connection((address.name, address.port), timeout=timeout_s)
+    except TimeoutError as error:
+        raise WorkerUnavailableError(
+            f"worker {address} is not available: no answer within {timeout_s:g} s"
+        ) from error
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise WorkerUnavailableError(f"worker {address} is not available: {reason}") from error
+
+
+def _field(answer: dict[str, Any], name: str, kind: type[T], peer: str) -> T:
+    value = answer.get(name)
+    if type(value) is not kind:
+        raise ProtocolError(f"{name} from {peer}: got {value!r}, expected {kind.__name__}")
+    return value

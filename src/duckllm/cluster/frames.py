@@ -1,0 +1,172 @@
+"""Frames over a socket in the control phase: one at a time, each with a deadline, sizes checked before use.
+
+Called by both ends (:mod:`duckllm.cluster.connect` and :mod:`duckllm.worker.session`); the bytes themselves are
+made and read by csrc/wire alone. Knows nothing of plans, tokens or models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from typing import Any
+
+from duckllm import _native
+from duckllm._native import ErrorCode, FrameType
+from duckllm.errors import (
+    AuthenticationError,
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    DuckError,
+    ModelNotFoundError,
+    ProtocolError,
+    ProtocolVersionError,
+    WeightFormatError,
+    WeightHashError,
+    WorkerUnavailableError,
+)
+
+_CHUNK_BYTES = 1 << 16
+
+# What travels as a code, and which error it is on the host. The first class that fits an error gives its code.
+_CODE_OF_ERROR: tuple[tuple[type[DuckError], ErrorCode], ...] = (
+    (ModelNotFoundError, ErrorCode.MODEL_NOT_FOUND),
+    (CheckpointError, ErrorCode.CHECKPOINT),
+    (WeightFormatError, ErrorCode.WEIGHT_FORMAT),
+    (WeightHashError, ErrorCode.WEIGHT_HASH),
+    (ConfigError, ErrorCode.PLAN),
+    (ProtocolVersionError, ErrorCode.VERSION),
+    (ProtocolError, ErrorCode.PROTOCOL),
+    (AuthenticationError, ErrorCode.AUTHENTICATION),
+    (WorkerUnavailableError, ErrorCode.BUSY),
+)
+_ERROR_OF_CODE: dict[int, type[DuckError]] = {
+    code.value: kind for kind, code in _CODE_OF_ERROR if kind is not ConfigError
+} | {
+    ErrorCode.PLAN.value: ProtocolError,
+    ErrorCode.TIMEOUT.value: WorkerUnavailableError,
+}
+
+
+class PeerClosedError(ConnectionError):
+    """The other end closed the connection between or inside frames."""
+
+
+def error_code(error: Exception) -> ErrorCode:
+    """The code that tells the host what kind of error this is."""
+    if isinstance(error, TimeoutError):
+        return ErrorCode.TIMEOUT
+    return next((code for kind, code in _CODE_OF_ERROR if isinstance(error, kind)), ErrorCode.INTERNAL)
+
+
+class ControlChannel:
+    """One end of a connection in its control phase.
+
+    Args:
+        connection: A connected socket; the channel does not close it.
+        us: What this end is called in messages, ``"this host"`` or ``"this worker"``.
+        peer: What the other end is called, ``"worker 127.0.0.1:7000"`` or ``"the host"``.
+    """
+
+    def __init__(self, connection: socket.socket, *, us: str, peer: str) -> None:
+        self.connection, self.us, self.peer = connection, us, peer
+
+    def send(self, kind: FrameType, payload: bytes = b"", *, deadline: float) -> None:
+        """Sends one frame before ``deadline`` (time.monotonic() seconds)."""
+        self._set_timeout(deadline, f"taking {kind.name}")
+        self.connection.sendall(_native.encode_frame_header(kind, len(payload)) + payload)
+
+    def send_json(self, kind: FrameType, value: dict[str, Any], *, deadline: float) -> None:
+        """Sends one frame whose payload is a JSON object.
+
+        Raises:
+            ProtocolError: The object is larger than frames of this kind may be.
+        """
+        payload = json.dumps(value, separators=(",", ":")).encode()
+        most = _native.payload_limits(kind)[1]
+        if len(payload) > most:
+            raise ProtocolError(f"{kind.name} payload bytes: got {len(payload)}, expected at most {most}")
+        self.send(kind, payload, deadline=deadline)
+
+    def send_error(self, code: ErrorCode, text: str, *, timeout_s: float = 1.0) -> None:
+        """Says why this end is about to close; best effort."""
+        with contextlib.suppress(OSError):
+            self.connection.settimeout(timeout_s)
+            self.connection.sendall(_native.encode_error_frame(code, text))
+
+    def receive(self, expected: FrameType, *, deadline: float) -> bytes:
+        """The payload of the next frame, which must be of the ``expected`` kind.
+
+        Nothing of a payload is read, and no memory set aside for it, before its header is found good.
+
+        Raises:
+            ProtocolVersionError: The other end speaks another protocol version.
+            ProtocolError: A frame that does not follow the format, or is not the expected one.
+            DuckError: The typed error that the other end reports.
+            PeerClosedError: It closed the connection.
+            TimeoutError: ``deadline`` passed.
+        """
+        header = self._receive_bytes(_native.FRAME_HEADER_BYTES, deadline, expected.name)
+        try:
+            kind, payload_bytes, _ = _native.decode_frame_header(header)
+        except _native.WireError as error:
+            raise self._wire_error(error, header) from None
+        if kind not in (expected, FrameType.ERROR):
+            raise ProtocolError(f"frame type from {self.peer}: got {kind.name}, expected {expected.name}")
+        payload = self._receive_bytes(payload_bytes, deadline, kind.name)
+        if kind == FrameType.ERROR and expected != FrameType.ERROR:
+            raise self._reported_error(payload)
+        return payload
+
+    def receive_json(self, expected: FrameType, *, deadline: float) -> dict[str, Any]:
+        """The next frame's JSON object; raises as :meth:`receive` does."""
+        payload = self.receive(expected, deadline=deadline)
+        try:
+            value = json.loads(payload)
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(
+                f"{expected.name} from {self.peer}: got no valid JSON, expected an object"
+            ) from error
+        if not isinstance(value, dict):
+            raise ProtocolError(
+                f"{expected.name} from {self.peer}: got JSON of type {type(value).__name__}, expected an object"
+            )
+        return value
+
+    def raise_reported_error(self, *, deadline: float) -> None:
+        """Raises what the other end said before it closed; returns where it said nothing."""
+        with contextlib.suppress(OSError, ProtocolError):
+            payload = self.receive(FrameType.ERROR, deadline=deadline)
+            raise self._reported_error(payload)
+
+    def _receive_bytes(self, count: int, deadline: float, what: str) -> bytes:
+        received = bytearray()
+        while len(received) < count:
+            self._set_timeout(deadline, what)
+            chunk = self.connection.recv(min(count - len(received), _CHUNK_BYTES))
+            if not chunk:
+                raise PeerClosedError(f"{self.peer} closed the connection before {what} was complete")
+            received += chunk
+        return bytes(received)
+
+    def _set_timeout(self, deadline: float, what: str) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"{self.peer}: {what} did not come in time")
+        self.connection.settimeout(left)
+
+    def _wire_error(self, error: _native.WireError, header: bytes) -> ClusterError:
+        code, message = error.args
+        if code == ErrorCode.VERSION:
+            theirs = int.from_bytes(header[4:6], "little")
+            return ProtocolVersionError(
+                f"protocol version: {self.peer} speaks {theirs}, {self.us} speaks {_native.PROTOCOL_VERSION}"
+            )
+        return ProtocolError(f"malformed frame from {self.peer}: {message}")
+
+    def _reported_error(self, payload: bytes) -> DuckError:
+        code, text = _native.decode_error_payload(payload)
+        sentence = text.decode("utf-8", errors="replace")
+        return _ERROR_OF_CODE.get(code, ClusterError)(f"{self.peer}: {sentence}")

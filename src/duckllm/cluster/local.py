@@ -1,0 +1,162 @@
+"""Workers as child processes on this machine: the default, and what the demo runs on.
+
+Each child listens on a free loopback port, with a random token in its environment, and says where in one line on
+its standard output. It leaves when its standard input ends, so that nothing is left behind whatever happens to
+this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import IO
+
+from duckllm.cluster.address import Address, parse_address
+from duckllm.cluster.base import Cluster
+from duckllm.cluster.token import TOKEN_VARIABLE
+from duckllm.config import ClusterConfig, available_cores
+from duckllm.errors import ConfigError, WorkerUnavailableError
+
+START_TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 5.0
+_SPIN_US_WITH_SPARE_CORES = 100
+_MAX_LISTENING_LINE_BYTES = 4096
+
+
+@dataclass
+class _Child:
+    """A worker process and its standard error, kept in a file without a name."""
+
+    process: subprocess.Popen[bytes]
+    stderr: IO[bytes]
+
+    def last_words(self) -> str:
+        self.stderr.seek(0, os.SEEK_END)
+        self.stderr.seek(max(0, self.stderr.tell() - 4096))
+        lines = self.stderr.read().decode("utf-8", errors="replace").strip().splitlines()
+        return " / ".join(line.strip() for line in lines[-5:]) or "it wrote nothing to its standard error"
+
+
+class LocalCluster(Cluster):
+    """``config.workers`` workers started here, and stopped by :meth:`close`.
+
+    Raises:
+        WorkerUnavailableError: A worker did not start; the message holds its last lines.
+    """
+
+    def __init__(self, config: ClusterConfig) -> None:
+        token = secrets.token_hex(32)
+        self._children: list[_Child] = []
+        try:
+            for _ in range(config.workers):
+                self._children.append(_spawn(config, token))
+            deadline = time.monotonic() + START_TIMEOUT_S
+            addresses = [
+                _wait_until_listening(child, worker, deadline) for worker, child in enumerate(self._children)
+            ]
+        except BaseException:
+            self.close()
+            raise
+        super().__init__(config, addresses, token)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the workers, in worker order."""
+        return tuple(child.process.pid for child in self._children)
+
+    def peak_rss_bytes(self) -> tuple[int, ...]:
+        """Most memory that each worker ever had resident, mapped weights included; 0 for one that is gone."""
+        return tuple(_peak_rss_bytes(pid) for pid in self.pids)
+
+    def close(self) -> None:
+        """Stops the workers: end of input, then SIGTERM, then SIGKILL; each is waited for. Idempotent."""
+        children, self._children = self._children, []
+        for child in children:
+            assert child.process.stdin is not None
+            with contextlib.suppress(OSError):
+                child.process.stdin.close()
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        for child in children:
+            _stop(child.process, deadline)
+            child.stderr.close()
+
+
+def _spawn(config: ClusterConfig, token: str) -> _Child:
+    cores = available_cores()
+    threads = config.threads_per_worker or max(1, cores // config.workers)
+    spin_us = config.spin_us
+    if spin_us < 0:
+        spin_us = _SPIN_US_WITH_SPARE_CORES if threads * config.workers < cores else 0
+    command = [
+        *(sys.executable, "-m", "duckllm.worker", "--listen", "127.0.0.1:0", "--json", "--exit-with-stdin"),
+        *("--threads", str(threads), "--spin-us", str(spin_us)),
+    ]
+    stderr = tempfile.TemporaryFile()
+    try:
+        # A session of its own: Ctrl-C at the terminal stops the host's reply, not its workers.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env={**os.environ, TOKEN_VARIABLE: token},
+            start_new_session=True,
+        )
+    except OSError as error:
+        stderr.close()
+        raise WorkerUnavailableError(f"a local worker could not be started: {error}") from error
+    return _Child(process, stderr)
+
+
+def _wait_until_listening(child: _Child, worker: int, deadline: float) -> Address:
+    output = child.process.stdout
+    assert output is not None
+    line = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(output, selectors.EVENT_READ)
+        while not line.endswith(b"\n"):
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise WorkerUnavailableError(
+                    f"local worker {worker} did not start within {START_TIMEOUT_S:g} s: {child.last_words()}"
+                )
+            chunk = os.read(output.fileno(), _MAX_LISTENING_LINE_BYTES)
+            line += chunk
+            if not chunk or len(line) > _MAX_LISTENING_LINE_BYTES:
+                raise WorkerUnavailableError(f"local worker {worker} ended at its start: {child.last_words()}")
+    output.close()
+    try:
+        return parse_address(json.loads(line)["address"])
+    except (ValueError, KeyError, TypeError, ConfigError) as error:
+        raise WorkerUnavailableError(f"local worker {worker} said {line!r}, expected its address") from error
+
+
+def _stop(process: subprocess.Popen[bytes], deadline: float) -> None:
+    if process.stdout is not None:
+        process.stdout.close()
+    for stop in (lambda: None, process.terminate, process.kill):
+        stop()
+        try:
+            process.wait(timeout=max(0.5, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            continue
+        return
+    process.wait()
+
+
+def _peak_rss_bytes(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii") as status:
+            for line in status:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0

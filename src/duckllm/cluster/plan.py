@@ -1,0 +1,143 @@
+"""The plan of one worker, as data: which slice of which files, and the sizes of the steps to come.
+
+Made by :mod:`duckllm.moe.placement`, sent by :mod:`duckllm.cluster.connect`, obeyed by
+:mod:`duckllm.worker.session`. It is all that a worker knows about a model.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from pathlib import PurePath
+from typing import Any
+
+from duckllm.config import WIRE_DTYPES
+from duckllm.errors import ProtocolError
+
+PLAN_FORMATS = ("fp9",)
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer's file and the hashes of the slice's stripes.
+
+    Args:
+        layer: The layer.
+        file: Name of its expert file, inside the model folder.
+        stripe_sha256: SHA-256 of each stripe of the slice, in order.
+    """
+
+    layer: int
+    file: str
+    stripe_sha256: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """What one worker is to serve.
+
+    Args:
+        model_hash: The converted model's hash, for messages.
+        format: Weight format, ``"fp9"``.
+        hidden_size: H.
+        intermediate_size: I of a whole expert.
+        num_experts: E.
+        top_k: K, most experts per token.
+        total_stripes: Stripes of a whole expert.
+        unit_bytes: Bytes of a unit.
+        first_stripe: First stripe of the slice.
+        num_stripes: S, stripes of the slice.
+        layers: Every layer that has experts.
+        folder: Where the host has the model; used by a worker that has no folder of its own.
+        max_step_tokens: Most tokens in one step.
+        wire_dtype: Activations on the wire, ``"f32"`` or ``"bf16"``.
+        reply_dtype: Partial sums on the wire, ``"f32"`` or ``"bf16"``.
+    """
+
+    model_hash: str
+    format: str
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    total_stripes: int
+    unit_bytes: int
+    first_stripe: int
+    num_stripes: int
+    layers: tuple[LayerPlan, ...]
+    folder: str
+    max_step_tokens: int
+    wire_dtype: str = "f32"
+    reply_dtype: str = "f32"
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as PREPARE carries it."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> WorkerPlan:
+        """The plan that a PREPARE frame carries, every field checked.
+
+        Raises:
+            ProtocolError: A field is missing, unknown, of the wrong kind or out of range.
+        """
+        fields = cls.__dataclass_fields__
+        if value.keys() != fields.keys():
+            odd = sorted(value.keys() ^ fields.keys())
+            raise ProtocolError(f"plan: got missing or unknown fields {odd}, expected exactly {sorted(fields)}")
+        layers = value["layers"]
+        _check("layers", layers, "a list of at least one layer", isinstance(layers, list) and layers)
+        for name in _SIZES:
+            got = value[name]
+            _check(name, got, "a whole number from 1 to 2147483647", type(got) is int and 1 <= got < 1 << 31)
+        for name in ("model_hash", "folder"):
+            _check(name, value[name], "a text", isinstance(value[name], str) and len(value[name]) <= 4096)
+        for name, known in (("format", PLAN_FORMATS), ("wire_dtype", WIRE_DTYPES), ("reply_dtype", WIRE_DTYPES)):
+            _check(name, value[name], "one of " + ", ".join(known), value[name] in known)
+        first, total = value["first_stripe"], value["total_stripes"]
+        whole = type(first) is int and 0 <= first <= total - value["num_stripes"]
+        _check("first_stripe", first, f"a slice inside {total} stripes", whole)
+        _check("top_k", value["top_k"], "at most num_experts", value["top_k"] <= value["num_experts"])
+        plan_layers = tuple(_layer_from_json(entry, value["num_stripes"]) for entry in layers)
+        numbers = [entry.layer for entry in plan_layers]
+        _check("layers", numbers, "every layer once", len(set(numbers)) == len(numbers))
+        return cls(**{**value, "layers": plan_layers})
+
+
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_experts",
+    "top_k",
+    "total_stripes",
+    "unit_bytes",
+    "num_stripes",
+    "max_step_tokens",
+)
+
+
+def _layer_from_json(value: Any, num_stripes: int) -> LayerPlan:
+    known = {"layer", "file", "stripe_sha256"}
+    _check("layers", value, f"objects with {sorted(known)}", isinstance(value, dict) and value.keys() == known)
+    layer, file, hashes = value["layer"], value["file"], value["stripe_sha256"]
+    _check("layer", layer, "a whole number from 0", type(layer) is int and 0 <= layer < 1 << 31)
+    plain = isinstance(file, str) and 0 < len(file) <= 255 and file not in (".", "..")
+    _check("file", file, "a plain file name", plain and PurePath(file).name == file and "\0" not in file)
+    whole = isinstance(hashes, list) and len(hashes) == num_stripes
+    _check("stripe_sha256", hashes, f"{num_stripes} SHA-256 in hex", whole and all(map(_is_hash, hashes)))
+    return LayerPlan(layer, file, tuple(hashes))
+
+
+def _is_hash(value: Any) -> bool:
+    return isinstance(value, str) and _HASH.fullmatch(value) is not None
+
+
+def _check(field: str, got: object, expected: str, good: object) -> None:
+    if not good:
+        raise ProtocolError(f"plan {field}: got {_shortened(got)}, expected {expected}")
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."
