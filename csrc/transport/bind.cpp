@@ -35,8 +35,8 @@ class PyTransport {
     check_shape("topk_ids", topk_ids.shape(0), topk_ids.shape(1), tokens, top_k);
     check_shape("topk_weights", topk_weights.shape(0), topk_weights.shape(1), tokens, top_k);
     nb::gil_scoped_release release;
-    return transport_.submit(layer, lane, static_cast<uint32_t>(tokens), static_cast<uint32_t>(top_k), x.data(),
-                             topk_ids.data(), topk_weights.data());
+    return transport_.submit(layer, lane, static_cast<uint32_t>(tokens), static_cast<uint32_t>(top_k),
+                             x.data(), topk_ids.data(), topk_weights.data());
   }
 
   void wait(uint64_t ticket, Matrix<float> out) {
@@ -56,9 +56,10 @@ class PyTransport {
 }  // namespace
 
 void bind_transport(nb::module_& m) {
-  transport_error_type = PyErr_NewExceptionWithDoc(
-      "duckllm._native.TransportError",
-      "A worker is lost; args are its index, the layer (or None) and the reason.", PyExc_RuntimeError, nullptr);
+  transport_error_type =
+      PyErr_NewExceptionWithDoc("duckllm._native.TransportError",
+                                "A worker is lost; args are its index, the layer (or None) and the reason.",
+                                PyExc_RuntimeError, nullptr);
   m.attr("TransportError") = nb::handle(transport_error_type);
   nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
     try {
@@ -84,16 +85,18 @@ void bind_transport(nb::module_& m) {
             config.spin_us = spin_us;
             new (self) PyTransport(std::move(sockets), config);
           },
-          nb::arg("sockets"), nb::kw_only(), nb::arg("hidden_size"), nb::arg("top_k"), nb::arg("max_step_tokens"),
-          nb::arg("x_bf16") = false, nb::arg("reply_bf16") = false, nb::arg("step_timeout_ms") = 30'000,
-          nb::arg("spin_us") = 0)
+          nb::arg("sockets"), nb::kw_only(), nb::arg("hidden_size"), nb::arg("top_k"),
+          nb::arg("max_step_tokens"), nb::arg("x_bf16") = false, nb::arg("reply_bf16") = false,
+          nb::arg("step_timeout_ms") = 30'000, nb::arg("spin_us") = 0)
       .def("submit", &PyTransport::submit, nb::arg("layer"), nb::arg("x").noconvert(),
            nb::arg("topk_ids").noconvert(), nb::arg("topk_weights").noconvert(), nb::arg("lane") = 0,
-           "Sends x [T, H] f32, topk_ids [T, K] i32, topk_weights [T, K] f32 to every worker; returns a ticket.")
+           "Sends x [T, H] f32, topk_ids [T, K] i32, topk_weights [T, K] f32 to every worker; returns a "
+           "ticket.")
       .def("wait", &PyTransport::wait, nb::arg("ticket"), nb::arg("out").noconvert(),
            "Writes the sum of the workers' replies into out [T, H] f32.")
       .def(
-          "ticket_tokens", [](PyTransport& self, uint64_t ticket) { return self.native().ticket_tokens(ticket); },
+          "ticket_tokens",
+          [](PyTransport& self, uint64_t ticket) { return self.native().ticket_tokens(ticket); },
           nb::arg("ticket"), nb::call_guard<nb::gil_scoped_release>(), "T of a step in flight.")
       .def(
           "last_compute_us", [](PyTransport& self) { return self.native().last_compute_us(); },
@@ -101,8 +104,9 @@ void bind_transport(nb::module_& m) {
           "Each worker's own time for the step last waited for, microseconds.")
       .def(
           "close", [](PyTransport& self) { self.native().close(); }, nb::call_guard<nb::gil_scoped_release>())
-      .def_prop_ro("closed", [](PyTransport& self) { return self.native().closed(); },
-                   nb::call_guard<nb::gil_scoped_release>());
+      .def_prop_ro(
+          "closed", [](PyTransport& self) { return self.native().closed(); },
+          nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace duck

@@ -59,7 +59,7 @@ struct Transport::Link {
   StepReplyHeader reply;
   uint64_t sequence = 0;
   bool in_body = false;
-  Step* step = nullptr;   // whom the body is for; nullptr: nobody waits for it, drop it
+  Step* step = nullptr;  // whom the body is for; nullptr: nobody waits for it, drop it
   uint8_t* body = nullptr;
   size_t body_bytes = 0;
   size_t body_got_bytes = 0;
@@ -90,7 +90,8 @@ Transport::Transport(std::vector<int> sockets, const TransportConfig& config) : 
   if (config.max_step_tokens < 1) problem = "max_step_tokens: got 0, expected at least 1";
   if (problem.empty() && wire::step_request_bytes(largest, config.hidden_size) >
                              wire::payload_limits(FrameType::kStepRequest).max_bytes) {
-    problem = "max_step_tokens: got " + std::to_string(config.max_step_tokens) + ", expected steps under 1 GiB";
+    problem =
+        "max_step_tokens: got " + std::to_string(config.max_step_tokens) + ", expected steps under 1 GiB";
   }
   if (!problem.empty()) {
     close_sockets();
@@ -123,7 +124,8 @@ uint64_t Transport::submit(uint32_t layer, uint16_t lane, uint32_t num_tokens, u
   if (request_.size() < encoded_bytes) request_.resize(encoded_bytes);
 
   uint8_t* out = request_.data();
-  wire::encode_frame_header({FrameType::kStepRequest, static_cast<uint32_t>(payload_bytes), step.sequence}, out);
+  wire::encode_frame_header({FrameType::kStepRequest, static_cast<uint32_t>(payload_bytes), step.sequence},
+                            out);
   wire::encode_step_request_header(header, out + kFrameHeaderBytes);
   std::memcpy(out + kHeadBytes, topk_ids, list_bytes);
   std::memcpy(out + kHeadBytes + list_bytes, topk_weights, list_bytes);
@@ -155,7 +157,8 @@ void Transport::send_to_all(const wire::TwoParts& message, uint32_t layer) {
   for (size_t worker = 0; worker < links_.size(); ++worker) send_to(worker);
   if (unsent == 0) return;
 
-  // Some buffers are full. A worker may itself be waiting for us to take a reply, so both directions are served.
+  // Some buffers are full. A worker may itself be waiting for us to take a reply, so both directions are
+  // served.
   const Deadline deadline = wire::deadline_after_ms(config_.step_timeout_ms);
   std::vector<pollfd> entries(links_.size());
   while (unsent > 0) {
@@ -257,12 +260,14 @@ bool Transport::advance(size_t worker) {
   if (frame.type == FrameType::kError) {
     link.head_wanted_bytes = kFrameHeaderBytes + frame.payload_bytes;
     if (link.head_bytes < link.head_wanted_bytes) return false;
-    const wire::ErrorPayload error = wire::decode_error_payload(link.head + kFrameHeaderBytes, frame.payload_bytes);
+    const wire::ErrorPayload error =
+        wire::decode_error_payload(link.head + kFrameHeaderBytes, frame.payload_bytes);
     throw std::runtime_error("it ended the session: " + error.text);
   }
   if (frame.type != FrameType::kStepReply) {
-    throw WireError(wire::ErrorCode::kProtocol, std::string("frame type: got ") +
-                                                    wire::frame_type_name(frame.type) + ", expected STEP_REPLY");
+    throw WireError(
+        wire::ErrorCode::kProtocol,
+        std::string("frame type: got ") + wire::frame_type_name(frame.type) + ", expected STEP_REPLY");
   }
   if (link.head_bytes < kHeadBytes) return false;
   link.reply = wire::decode_step_reply_header(link.head + kFrameHeaderBytes);
@@ -294,7 +299,8 @@ void Transport::begin_body(size_t worker) {
   check("reply layer", link.reply.layer, step->layer);
   check("reply lane", link.reply.lane, step->lane);
   check("reply tokens", link.reply.num_tokens, step->num_tokens);
-  check("reply dtype", static_cast<uint64_t>(link.reply.reply_type), static_cast<uint64_t>(config_.reply_type));
+  check("reply dtype", static_cast<uint64_t>(link.reply.reply_type),
+        static_cast<uint64_t>(config_.reply_type));
   check("STEP_REPLY payload bytes", kStepHeaderBytes + link.body_bytes,
         wire::step_reply_bytes(link.reply, config_.hidden_size));
   if (config_.reply_type == ActivationType::kBf16) {
@@ -377,7 +383,8 @@ std::vector<uint32_t> Transport::last_compute_us() const {
   return last_compute_us_;
 }
 
-// A worker that refuses a step says why before it closes, and the send fails before that is read: read it first.
+// A worker that refuses a step says why before it closes, and the send fails before that is read: read it
+// first.
 void Transport::fail_to_send(size_t worker, uint32_t layer, int error) {
   receive_from(worker, layer);
   fail(worker, layer, "the connection failed: " + wire::error_text(error));

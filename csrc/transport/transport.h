@@ -1,8 +1,9 @@
-// The host's end of the wire: sends each step to every worker and adds their partial sums in worker order. Called
-// by duckllm/transport/transport.py through bind.cpp, without the GIL; knows neither models nor processes.
+// The host's end of the wire: sends each step to every worker and adds their partial sums in worker order.
+// Called by duckllm/transport/transport.py through bind.cpp, without the GIL; knows neither models nor
+// processes.
 //
-// Several steps may be in flight. Nothing here can deadlock on full socket buffers: while a request is still being
-// sent, replies of earlier steps are received.
+// Several steps may be in flight. Nothing here can deadlock on full socket buffers: while a request is still
+// being sent, replies of earlier steps are received.
 #pragma once
 
 #include <cstddef>

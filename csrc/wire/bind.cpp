@@ -59,8 +59,9 @@ void bind_wire(nb::module_& m) {
 
   // WireError.args == (ErrorCode, sentence).
   wire_error_type = PyErr_NewExceptionWithDoc(
-      "duckllm._native.WireError", "Bytes that do not follow the wire format; args are the ErrorCode and a sentence.",
-      PyExc_ValueError, nullptr);
+      "duckllm._native.WireError",
+      "Bytes that do not follow the wire format; args are the ErrorCode and a sentence.", PyExc_ValueError,
+      nullptr);
   m.attr("WireError") = nb::handle(wire_error_type);
   nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
     try {
@@ -101,8 +102,9 @@ void bind_wire(nb::module_& m) {
                                    out);
         return nb::bytes(reinterpret_cast<const char*>(out), sizeof(out));
       },
-      nb::arg("layer"), nb::arg("num_tokens"), nb::arg("top_k"), nb::arg("lane") = 0, nb::arg("x_bf16") = false,
-      nb::arg("reply_bf16") = false, "The first 16 payload bytes of a STEP_REQUEST.");
+      nb::arg("layer"), nb::arg("num_tokens"), nb::arg("top_k"), nb::arg("lane") = 0,
+      nb::arg("x_bf16") = false, nb::arg("reply_bf16") = false,
+      "The first 16 payload bytes of a STEP_REQUEST.");
   m.def(
       "decode_step_reply_header",
       [](const nb::bytes& data) {
@@ -151,8 +153,10 @@ void bind_wire(nb::module_& m) {
   m.def(
       "decode_auth_payload",
       [](const nb::bytes& data) {
-        const AuthPayload payload = decode_auth_payload(checked(data, kAuthPayloadBytes, "authentication payload"));
-        return std::tuple(payload.has_token, nb::bytes(reinterpret_cast<const char*>(payload.nonce), kNonceBytes));
+        const AuthPayload payload =
+            decode_auth_payload(checked(data, kAuthPayloadBytes, "authentication payload"));
+        return std::tuple(payload.has_token,
+                          nb::bytes(reinterpret_cast<const char*>(payload.nonce), kNonceBytes));
       },
       nb::arg("data"), "(has_token, nonce); raises WireError.");
 }

@@ -13,7 +13,8 @@ constexpr uint32_t kMaxStepPayloadBytes = 1u << 30;
 
 template <typename T>
 void put(uint8_t* out, T value) {
-  for (size_t i = 0; i < sizeof(T); ++i) out[i] = static_cast<uint8_t>(static_cast<uint64_t>(value) >> (8 * i));
+  for (size_t i = 0; i < sizeof(T); ++i)
+    out[i] = static_cast<uint8_t>(static_cast<uint64_t>(value) >> (8 * i));
 }
 
 template <typename T>
@@ -158,7 +159,8 @@ StepReplyHeader decode_step_reply_header(const uint8_t* in) {
 
 uint64_t step_request_bytes(const StepRequestHeader& header, uint32_t hidden_size) {
   const uint64_t tokens = header.num_tokens;
-  return kStepHeaderBytes + tokens * header.top_k * 8 + tokens * hidden_size * activation_bytes(header.x_type);
+  return kStepHeaderBytes + tokens * header.top_k * 8 +
+         tokens * hidden_size * activation_bytes(header.x_type);
 }
 
 uint64_t step_reply_bytes(const StepReplyHeader& header, uint32_t hidden_size) {
@@ -168,11 +170,13 @@ uint64_t step_reply_bytes(const StepReplyHeader& header, uint32_t hidden_size) {
 std::vector<uint8_t> encode_error_frame(ErrorCode code, std::string_view text) {
   size_t text_bytes = std::min(text.size(), kMaxErrorTextBytes);
   // A cut never splits a UTF-8 character.
-  while (text_bytes > 0 && text_bytes < text.size() && (static_cast<uint8_t>(text[text_bytes]) & 0xc0) == 0x80) {
+  while (text_bytes > 0 && text_bytes < text.size() &&
+         (static_cast<uint8_t>(text[text_bytes]) & 0xc0) == 0x80) {
     --text_bytes;
   }
   std::vector<uint8_t> frame(kFrameHeaderBytes + kErrorCodeBytes + text_bytes);
-  encode_frame_header({FrameType::kError, static_cast<uint32_t>(kErrorCodeBytes + text_bytes), 0}, frame.data());
+  encode_frame_header({FrameType::kError, static_cast<uint32_t>(kErrorCodeBytes + text_bytes), 0},
+                      frame.data());
   put<uint32_t>(frame.data() + kFrameHeaderBytes, static_cast<uint32_t>(code));
   std::copy_n(text.data(), text_bytes, frame.data() + kFrameHeaderBytes + kErrorCodeBytes);
   return frame;

@@ -1,6 +1,7 @@
-// The wire format: the only place where frames become bytes and bytes become frames. docs/wire-format.md is the
-// same in words. Called by the transport (host), the step loop (worker) and, through bind.cpp, by the Python
-// code of the control phase; knows neither sockets nor experts. Everything is little-endian, byte by byte.
+// The wire format: the only place where frames become bytes and bytes become frames. docs/wire-format.md is
+// the same in words. Called by the transport (host), the step loop (worker) and, through bind.cpp, by the
+// Python code of the control phase; knows neither sockets nor experts. Everything is little-endian, byte by
+// byte.
 #pragma once
 
 #include <cstddef>

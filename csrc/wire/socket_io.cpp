@@ -28,7 +28,8 @@ IoResult send_some(int fd, const TwoParts& message, size_t sent_bytes) {
   int count = 0;
   if (sent_bytes < message.first_bytes) {
     parts[count++] = {const_cast<uint8_t*>(message.first + sent_bytes), message.first_bytes - sent_bytes};
-    if (message.second_bytes > 0) parts[count++] = {const_cast<uint8_t*>(message.second), message.second_bytes};
+    if (message.second_bytes > 0)
+      parts[count++] = {const_cast<uint8_t*>(message.second), message.second_bytes};
   } else {
     const size_t skip = sent_bytes - message.first_bytes;
     parts[count++] = {const_cast<uint8_t*>(message.second + skip), message.second_bytes - skip};
@@ -62,7 +63,9 @@ bool wait_for(int fd, Direction direction, Deadline deadline) {
 }
 
 void set_connection_options(int fd) {
-  const auto set = [fd](int level, int option, int value) { ::setsockopt(fd, level, option, &value, sizeof(value)); };
+  const auto set = [fd](int level, int option, int value) {
+    ::setsockopt(fd, level, option, &value, sizeof(value));
+  };
   set(IPPROTO_TCP, TCP_NODELAY, 1);
   set(SOL_SOCKET, SO_KEEPALIVE, 1);
   set(IPPROTO_TCP, TCP_KEEPIDLE, 30);

@@ -1,5 +1,6 @@
-// Non-blocking reads and writes with deadlines on a connected socket. Called by the step loop and the transport;
-// knows bytes only. Every call is MSG_DONTWAIT plus poll(), so it works whatever the descriptor's mode is.
+// Non-blocking reads and writes with deadlines on a connected socket. Called by the step loop and the
+// transport; knows bytes only. Every call is MSG_DONTWAIT plus poll(), so it works whatever the descriptor's
+// mode is.
 #pragma once
 
 #include <sys/uio.h>
@@ -18,10 +19,10 @@ inline constexpr Deadline kNever = Deadline::max();
 inline Deadline deadline_after_ms(int64_t ms) { return Clock::now() + std::chrono::milliseconds(ms); }
 
 enum class IoState : uint8_t {
-  kDone,      // some bytes moved
-  kWouldWait, // none now
-  kEnded,     // the other end closed its side (reads only)
-  kFailed,    // errno says why
+  kDone,       // some bytes moved
+  kWouldWait,  // none now
+  kEnded,      // the other end closed its side (reads only)
+  kFailed,     // errno says why
 };
 
 struct IoResult {
@@ -42,8 +43,8 @@ struct TwoParts {
 };
 IoResult send_some(int fd, const TwoParts& message, size_t sent_bytes);
 
-// Waits until the socket is readable (or writable, for kWrite): true when it is, or when it has failed or ended
-// (the next read or write says so); false when the deadline passed.
+// Waits until the socket is readable (or writable, for kWrite): true when it is, or when it has failed or
+// ended (the next read or write says so); false when the deadline passed.
 enum class Direction : uint8_t { kRead, kWrite };
 bool wait_for(int fd, Direction direction, Deadline deadline);
 

@@ -56,8 +56,8 @@ class StepServer {
     if (units.shape(0) != shape.num_experts || units.shape(1) != shape.num_stripes) {
       throw std::invalid_argument("units of layer " + std::to_string(layer) + ": got [" +
                                   std::to_string(units.shape(0)) + ", " + std::to_string(units.shape(1)) +
-                                  "] experts and stripes, expected [" + std::to_string(shape.num_experts) + ", " +
-                                  std::to_string(shape.num_stripes) + "]");
+                                  "] experts and stripes, expected [" + std::to_string(shape.num_experts) +
+                                  ", " + std::to_string(shape.num_stripes) + "]");
     }
     const size_t bytes = unit_bytes(shape.hidden_size);
     if (units.shape(2) != bytes) {
@@ -94,12 +94,14 @@ void bind_worker(nb::module_& m) {
   nb::class_<StepServer>(m, "StepServer", "The experts of a slice behind one connection at a time.")
       .def(
           "__init__",
-          [](StepServer* self, uint32_t hidden_size, uint32_t intermediate_size, uint32_t num_experts, uint32_t top_k,
-             uint32_t first_stripe, uint32_t num_stripes, uint32_t max_step_tokens, int num_threads, int spin_us,
-             int64_t frame_timeout_ms, int64_t send_timeout_ms, const std::string& isa) {
-            const ExpertShape shape{hidden_size, intermediate_size, num_experts, top_k, first_stripe, num_stripes};
-            new (self) StepServer(shape, {max_step_tokens, spin_us, frame_timeout_ms, send_timeout_ms}, num_threads,
-                                  isa);
+          [](StepServer* self, uint32_t hidden_size, uint32_t intermediate_size, uint32_t num_experts,
+             uint32_t top_k, uint32_t first_stripe, uint32_t num_stripes, uint32_t max_step_tokens,
+             int num_threads, int spin_us, int64_t frame_timeout_ms, int64_t send_timeout_ms,
+             const std::string& isa) {
+            const ExpertShape shape{hidden_size, intermediate_size, num_experts,
+                                    top_k,       first_stripe,      num_stripes};
+            new (self) StepServer(shape, {max_step_tokens, spin_us, frame_timeout_ms, send_timeout_ms},
+                                  num_threads, isa);
           },
           nb::kw_only(), nb::arg("hidden_size"), nb::arg("intermediate_size"), nb::arg("num_experts"),
           nb::arg("top_k"), nb::arg("first_stripe"), nb::arg("num_stripes"), nb::arg("max_step_tokens"),
@@ -108,7 +110,8 @@ void bind_worker(nb::module_& m) {
       .def("add_layer", &StepServer::add_layer, nb::arg("layer"), nb::arg("units").noconvert(),
            "Takes the slice's units [E, S, unit_bytes] u8 of a layer; kept alive, not copied.")
       .def("serve", &StepServer::serve, nb::arg("fd"), nb::call_guard<nb::gil_scoped_release>(),
-           "Serves steps until the connection ends: (reason, message, steps_served), where reason is closed, lost, "
+           "Serves steps until the connection ends: (reason, message, steps_served), where reason is closed, "
+           "lost, "
            "malformed or timeout. Does not close fd.")
       .def_prop_ro("isa", &StepServer::isa);
 }

@@ -52,9 +52,10 @@ StepLoop::StepLoop(Experts& experts, const std::unordered_map<uint32_t, LayerUni
   const uint64_t payload_bytes = wire::step_request_bytes(largest, hidden_size_);
   const uint64_t limit_bytes = wire::payload_limits(FrameType::kStepRequest).max_bytes;
   if (payload_bytes > limit_bytes) {
-    throw std::invalid_argument("max_step_tokens: got " + std::to_string(limits.max_step_tokens) + " (steps of " +
-                                std::to_string(payload_bytes) + " bytes), expected steps of at most " +
-                                std::to_string(limit_bytes) + " bytes");
+    throw std::invalid_argument("max_step_tokens: got " + std::to_string(limits.max_step_tokens) +
+                                " (steps of " + std::to_string(payload_bytes) +
+                                " bytes), expected steps of at most " + std::to_string(limit_bytes) +
+                                " bytes");
   }
   max_frame_bytes_ = wire::kFrameHeaderBytes + payload_bytes;
   capacity_bytes_ = 2 * max_frame_bytes_;  // the next lane's request is read along with this one
@@ -66,6 +67,7 @@ StepLoop::StepLoop(Experts& experts, const std::unordered_map<uint32_t, LayerUni
 
 StepLoopEnd StepLoop::serve(int fd) {
   StepLoopEnd end;
+  wire::set_connection_options(fd);
   received_bytes_ = 0;
   frame_deadline_ = wire::kNever;
   try {
@@ -89,7 +91,8 @@ bool StepLoop::serve_frame(int fd, StepLoopEnd& end) {
     return false;
   }
   if (frame.type != FrameType::kStepRequest) {
-    throw WireError(ErrorCode::kProtocol, std::string("frame type: got ") + wire::frame_type_name(frame.type) +
+    throw WireError(ErrorCode::kProtocol, std::string("frame type: got ") +
+                                              wire::frame_type_name(frame.type) +
                                               ", expected STEP_REQUEST or CLOSE");
   }
   if (!fill(fd, wire::kFrameHeaderBytes + wire::kStepHeaderBytes, end)) return false;

@@ -1,6 +1,6 @@
-// A worker's native loop: reads step requests from one connection, runs the experts, replies in order, until the
-// connection ends. Called by worker/session.py through bind.cpp once the control phase is over, without the GIL.
-// Knows the wire format and the experts; never prints, never exits, closes nothing.
+// A worker's native loop: reads step requests from one connection, runs the experts, replies in order, until
+// the connection ends. Called by worker/session.py through bind.cpp once the control phase is over, without
+// the GIL. Knows the wire format and the experts; never prints, never exits, closes nothing.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ namespace duck {
 
 struct StepLoopLimits {
   uint32_t max_step_tokens = 0;
-  int spin_us = 0;                // how long to read without sleeping between steps
+  int spin_us = 0;                    // how long to read without sleeping between steps
   int64_t frame_timeout_ms = 30'000;  // from a frame's first byte to its last
   int64_t send_timeout_ms = 60'000;   // for one reply to be taken by the host
 };
@@ -39,10 +39,11 @@ class StepLoop {
  public:
   // experts and layers outlive the loop. Buffers for the largest frames are set aside here; their pages are
   // touched only as far as steps need them.
-  StepLoop(Experts& experts, const std::unordered_map<uint32_t, LayerUnits>& layers, const StepLoopLimits& limits);
+  StepLoop(Experts& experts, const std::unordered_map<uint32_t, LayerUnits>& layers,
+           const StepLoopLimits& limits);
 
-  // Serves a connected stream socket until it ends. Between frames it waits for ever (keepalive notices a host
-  // that is gone); once a byte of a frame is there, the rest must come within frame_timeout_ms.
+  // Serves a connected stream socket until it ends. Between frames it waits for ever (keepalive notices a
+  // host that is gone); once a byte of a frame is there, the rest must come within frame_timeout_ms.
   StepLoopEnd serve(int fd);
 
  private:
@@ -62,7 +63,7 @@ class StepLoop {
   size_t capacity_bytes_ = 0;
   size_t received_bytes_ = 0;
   wire::Deadline frame_deadline_ = wire::kNever;
-  std::unique_ptr<float[]> sums_;        // [T, H]
+  std::unique_ptr<float[]> sums_;         // [T, H]
   std::unique_ptr<uint8_t[]> sums_bf16_;  // the same, rounded for the wire
 };
 

@@ -105,9 +105,7 @@ class Connection:
             lambda deadline: self._channel.receive_json(FrameType.READY, deadline=deadline), timeout_s
         )
         self.verified_stripes = _field(ready, "verified_stripes", int, self._channel.peer)
-        self.info = replace(
-            self.info, first_stripe=self.plan.first_stripe, num_stripes=self.plan.num_stripes
-        )
+        self.info = replace(self.info, first_stripe=self.plan.first_stripe, num_stripes=self.plan.num_stripes)
 
     def detach_socket(self) -> int:
         """Gives the descriptor away; the connection is over for this object."""

@@ -130,7 +130,9 @@ def _wait_until_listening(child: _Child, worker: int, deadline: float) -> Addres
             chunk = os.read(output.fileno(), _MAX_LISTENING_LINE_BYTES)
             line += chunk
             if not chunk or len(line) > _MAX_LISTENING_LINE_BYTES:
-                raise WorkerUnavailableError(f"local worker {worker} ended at its start: {child.last_words()}")
+                raise WorkerUnavailableError(
+                    f"local worker {worker} ended at its start: {child.last_words()}"
+                )
     output.close()
     try:
         return parse_address(json.loads(line)["address"])

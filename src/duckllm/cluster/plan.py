@@ -85,7 +85,9 @@ class WorkerPlan:
         fields = cls.__dataclass_fields__
         if value.keys() != fields.keys():
             odd = sorted(value.keys() ^ fields.keys())
-            raise ProtocolError(f"plan: got missing or unknown fields {odd}, expected exactly {sorted(fields)}")
+            raise ProtocolError(
+                f"plan: got missing or unknown fields {odd}, expected exactly {sorted(fields)}"
+            )
         layers = value["layers"]
         _check("layers", layers, "a list of at least one layer", isinstance(layers, list) and layers)
         for name in _SIZES:
@@ -93,7 +95,11 @@ class WorkerPlan:
             _check(name, got, "a whole number from 1 to 2147483647", type(got) is int and 1 <= got < 1 << 31)
         for name in ("model_hash", "folder"):
             _check(name, value[name], "a text", isinstance(value[name], str) and len(value[name]) <= 4096)
-        for name, known in (("format", PLAN_FORMATS), ("wire_dtype", WIRE_DTYPES), ("reply_dtype", WIRE_DTYPES)):
+        for name, known in (
+            ("format", PLAN_FORMATS),
+            ("wire_dtype", WIRE_DTYPES),
+            ("reply_dtype", WIRE_DTYPES),
+        ):
             _check(name, value[name], "one of " + ", ".join(known), value[name] in known)
         first, total = value["first_stripe"], value["total_stripes"]
         whole = type(first) is int and 0 <= first <= total - value["num_stripes"]
@@ -119,7 +125,9 @@ _SIZES = (
 
 def _layer_from_json(value: Any, num_stripes: int) -> LayerPlan:
     known = {"layer", "file", "stripe_sha256"}
-    _check("layers", value, f"objects with {sorted(known)}", isinstance(value, dict) and value.keys() == known)
+    _check(
+        "layers", value, f"objects with {sorted(known)}", isinstance(value, dict) and value.keys() == known
+    )
     layer, file, hashes = value["layer"], value["file"], value["stripe_sha256"]
     _check("layer", layer, "a whole number from 0", type(layer) is int and 0 <= layer < 1 << 31)
     plain = isinstance(file, str) and 0 < len(file) <= 255 and file not in (".", "..")

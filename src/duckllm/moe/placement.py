@@ -44,7 +44,9 @@ def plan_slices(
         ConfigError: More workers than stripes, no worker, or shares that do not fit.
     """
     if not 1 <= num_workers <= num_stripes:
-        raise ConfigError("workers", num_workers, f"1 to {num_stripes}, as an expert has {num_stripes} stripes")
+        raise ConfigError(
+            "workers", num_workers, f"1 to {num_stripes}, as an expert has {num_stripes} stripes"
+        )
     if shares is None:
         shares = [1.0] * num_workers
     if len(shares) != num_workers or not all(0 < share < float("inf") for share in shares):

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from duckllm.cluster.plan import LayerPlan, WorkerPlan
 from duckllm.errors import ModelNotFoundError, WeightHashError
+from duckllm.weights.manifest import Manifest
 from duckllm.weights.reader import map_units, stripe_sha256
 
 _FileIdentity = tuple[int, int, int, int]
@@ -24,19 +25,24 @@ class WorkerWeights:
 
     Args:
         model_folder: The worker's own converted model, looked into first; None where it has none.
+
+    Raises:
+        ModelError: That folder holds no converted model, or a malformed one.
     """
 
     def __init__(self, model_folder: Path | None) -> None:
-        self._model_folder = model_folder
+        self._own = None if model_folder is None else Manifest.load(model_folder)
         self._verified: set[tuple[_FileIdentity, int, str]] = set()
 
     def find(self, plan: WorkerPlan, layer: LayerPlan) -> Path:
-        """The file of a layer: in the worker's own folder, else where the host has it.
+        """The file of a layer: in the worker's own folder if that is the plan's model, else where the host has it.
 
         Raises:
             ModelNotFoundError: In neither place.
         """
-        folders = [folder for folder in (self._model_folder, Path(plan.folder)) if folder is not None]
+        folders = [Path(plan.folder)]
+        if self._own is not None and self._own.model_hash == plan.model_hash:
+            folders.insert(0, self._own.folder)
         for folder in folders:
             if (folder / layer.file).is_file():
                 return folder / layer.file

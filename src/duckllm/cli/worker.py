@@ -1,0 +1,58 @@
+"""``duckllm worker``: serve a slice of a model's experts to a host, until stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from duckllm.worker.config import DEFAULT_LISTEN
+
+
+def worker(
+    listen: Annotated[
+        str, typer.Option(help="Address to listen on, name:port; port 0 takes a free one.")
+    ] = DEFAULT_LISTEN,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="This worker's own converted model folder; else it opens the host's by path."),
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Compute threads; 0 takes every core.")] = 0,
+    spin_us: Annotated[
+        int, typer.Option(help="How long idle threads spin before they sleep; -1 decides by the cores.")
+    ] = -1,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="File that holds the cluster token (else $DUCKLLM_CLUSTER_TOKEN)."),
+    ] = None,
+    handshake_timeout_s: Annotated[
+        float, typer.Option(help="From accepting a connection to its complete plan.")
+    ] = 10.0,
+    frame_timeout_s: Annotated[
+        float, typer.Option(help="From a step request's first byte to its last.")
+    ] = 30.0,
+    send_timeout_s: Annotated[float, typer.Option(help="For the host to take one reply.")] = 60.0,
+    exit_with_stdin: Annotated[bool, typer.Option(help="Leave when standard input ends.")] = False,
+    json: Annotated[bool, typer.Option(help="Say where it listens as a JSON line.")] = False,
+) -> None:
+    """Serve a slice of a model's experts to a host, until stopped.
+
+    Beyond loopback there must be a cluster token, the same on the host and on every worker.
+    """
+    from duckllm.cluster.token import read_token
+    from duckllm.worker.config import WorkerConfig
+    from duckllm.worker.server import run_worker
+
+    config = WorkerConfig(
+        listen=listen,
+        model=model,
+        threads=threads,
+        spin_us=spin_us,
+        token=read_token(token_file),
+        exit_with_stdin=exit_with_stdin,
+        handshake_timeout_s=handshake_timeout_s,
+        frame_timeout_s=frame_timeout_s,
+        send_timeout_s=send_timeout_s,
+    )
+    run_worker(config, json_output=json)

@@ -1,0 +1,137 @@
+"""Thin typed face of the native transport: arrays in, the sum of the workers' partial sums out.
+
+Called by :mod:`duckllm.moe`. The workers' order is that of the connections; sums are taken in that order, so that
+runs repeat bit for bit. NumPy arrays and CPU tensors alike are read in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from duckllm import _native
+from duckllm.cluster.connect import Connection
+from duckllm.errors import ClusterError, WorkerLostError
+
+
+class Transport:
+    """Prepared workers, for steps; a context manager.
+
+    Args:
+        connections: Prepared connections, in worker order; the transport takes their sockets over.
+        hidden_size: H.
+        top_k: K, most experts per token.
+        max_step_tokens: Most tokens in one step, as in the workers' plans.
+        wire_dtype: Activations on the wire, ``"f32"`` or ``"bf16"`` (rounded to nearest-even).
+        reply_dtype: Partial sums on the wire, ``"f32"`` or ``"bf16"``.
+        step_timeout_s: Limit for one step's answers, counted from :meth:`wait`, seconds.
+        spin_us: How long :meth:`wait` reads without sleeping, microseconds.
+
+    Threading: calls from several threads take turns.
+    """
+
+    def __init__(
+        self,
+        connections: Sequence[Connection],
+        hidden_size: int,
+        top_k: int,
+        *,
+        max_step_tokens: int,
+        wire_dtype: str = "f32",
+        reply_dtype: str = "f32",
+        step_timeout_s: float = 30.0,
+        spin_us: int = 0,
+    ) -> None:
+        self.addresses = tuple(str(connection.address) for connection in connections)
+        self.hidden_size = hidden_size
+        self.max_step_tokens = max_step_tokens
+        self._closed = False
+        self._native = _native.Transport(
+            [connection.detach_socket() for connection in connections],
+            hidden_size=hidden_size,
+            top_k=top_k,
+            max_step_tokens=max_step_tokens,
+            x_bf16=wire_dtype == "bf16",
+            reply_bf16=reply_dtype == "bf16",
+            step_timeout_ms=max(1, round(step_timeout_s * 1000)),
+            spin_us=spin_us,
+        )
+
+    def submit(self, layer: int, x: Any, topk_ids: Any, topk_weights: Any, *, lane: int = 0) -> int:
+        """Sends one step to every worker; the ticket for :meth:`wait`.
+
+        Several steps may be in flight. All arrays may be reused once this returns.
+
+        Args:
+            layer: The layer.
+            x: Activations.
+            topk_ids: Experts of each token.
+            topk_weights: Their weights.
+            lane: Which micro-batch this is.
+
+        Shapes:
+            x: [T, H] f32, cpu. topk_ids: [T, K] int32, cpu. topk_weights: [T, K] f32, cpu.
+
+        Raises:
+            WorkerLostError: A worker is gone, or does not take the step in time; the transport is then closed.
+            ValueError: Shapes that do not fit; nothing was sent.
+        """
+        with self._typed_errors():
+            return self._native.submit(
+                layer,
+                np.ascontiguousarray(x, np.float32),
+                np.ascontiguousarray(topk_ids, np.int32),
+                np.ascontiguousarray(topk_weights, np.float32),
+                lane,
+            )
+
+    def wait(self, ticket: int, out: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
+        """The sum over all workers, ``((y_0 + y_1) + y_2) + ...``, once every one of them has answered.
+
+        Args:
+            ticket: From :meth:`submit`; each may be waited for once, in any order.
+            out: Where to write the sum; a new array if None.
+
+        Shapes: result: [T, H] f32.
+
+        Raises:
+            WorkerLostError: A worker is gone, answers wrongly or not in time; the transport is then closed.
+            ValueError: No such ticket is in flight.
+        """
+        with self._typed_errors():
+            if out is None:
+                out = np.empty((self._native.ticket_tokens(ticket), self.hidden_size), np.float32)
+            self._native.wait(ticket, out)
+        return out
+
+    def last_compute_us(self) -> tuple[int, ...]:
+        """Each worker's own time for the step last waited for, microseconds, in worker order."""
+        return tuple(self._native.last_compute_us())
+
+    def close(self) -> None:
+        """Tells every worker that the session is over. Idempotent."""
+        self._closed = True
+        self._native.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def _typed_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except _native.TransportError as error:
+            if self._closed:
+                raise ClusterError("transport: got a step after close(), expected an open one") from error
+            worker, layer, reason = error.args
+            raise WorkerLostError(self.addresses[worker], reason, layer) from error

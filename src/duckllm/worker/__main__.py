@@ -1,0 +1,52 @@
+"""``python -m duckllm.worker``: a worker process, as local clusters start it. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from duckllm.cluster.token import read_token
+from duckllm.errors import DuckError
+from duckllm.worker.config import WorkerConfig
+from duckllm.worker.server import run_worker
+
+_DEFAULTS = WorkerConfig()
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line; every flag is a field of :class:`WorkerConfig`."""
+    parser = argparse.ArgumentParser(
+        "python -m duckllm.worker", description="Serve a slice of a model's experts."
+    )
+    parser.add_argument("--listen", default=_DEFAULTS.listen, help="address to listen on, name:port")
+    parser.add_argument("--model", type=Path, help="this worker's own converted model folder")
+    parser.add_argument(
+        "--threads", type=int, default=_DEFAULTS.threads, help="compute threads, 0 for all cores"
+    )
+    parser.add_argument("--spin-us", type=int, default=_DEFAULTS.spin_us)
+    parser.add_argument("--token-file", type=Path, help="file that holds the cluster token")
+    for name in ("handshake", "frame", "send"):
+        parser.add_argument(
+            f"--{name}-timeout-s", type=float, default=getattr(_DEFAULTS, f"{name}_timeout_s")
+        )
+    parser.add_argument("--exit-with-stdin", action="store_true", help="leave when standard input ends")
+    parser.add_argument("--json", action="store_true", help="say where it listens as a JSON line")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a worker; returns the exit status."""
+    flags = vars(make_parser().parse_args(argv))
+    json_output, token_file = flags.pop("json"), flags.pop("token_file")
+    try:
+        run_worker(WorkerConfig(token=read_token(token_file), **flags), json_output=json_output)
+    except DuckError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

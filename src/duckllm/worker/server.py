@@ -1,0 +1,200 @@
+"""A worker process from start to end: listen, hand connections to sessions, stop when told to.
+
+Called by ``python -m duckllm.worker`` and by the command line. The main thread only accepts; every connection
+has a thread, of which there are few.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from duckllm import _native
+from duckllm._native import ErrorCode
+from duckllm.cluster.address import Address, is_loopback, parse_address
+from duckllm.cluster.token import TOKEN_VARIABLE
+from duckllm.errors import ConfigError
+from duckllm.worker.config import WorkerConfig
+from duckllm.worker.session import Sessions
+
+MAX_CONNECTIONS = 8
+STOP_TIMEOUT_S = 3.0
+
+
+class WorkerServer:
+    """Listens at once; :meth:`serve` accepts until :meth:`stop`.
+
+    Args:
+        config: The worker's configuration.
+        log: Takes one line per event.
+
+    Raises:
+        ConfigError: The address is malformed or taken, lies beyond loopback without a token, or DUCK_FORCE_ISA
+            is wrong.
+        ModelError: ``config.model`` is no converted model.
+    """
+
+    def __init__(self, config: WorkerConfig, log: Callable[[str], None]) -> None:
+        self._config, self._log = config, log
+        try:
+            self._sessions = Sessions(config, log)
+        except ValueError as error:
+            raise ConfigError("DUCK_FORCE_ISA", os.environ.get("DUCK_FORCE_ISA"), str(error)) from error
+        self._listener = _listen(config)
+        name, port = self._listener.getsockname()[:2]
+        self.address = Address(name, port)
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_sender.setblocking(False)
+        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._guard = threading.Lock()  # of _connections
+
+    def serve(self) -> bool:
+        """Accepts connections until stopped; True when every connection's thread has ended by then."""
+        stdin = 0
+        with selectors.PollSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._wake_receiver, selectors.EVENT_READ)
+            if self._config.exit_with_stdin:
+                selector.register(stdin, selectors.EVENT_READ)
+            while True:
+                ready = {key.fd for key, _ in selector.select()}
+                if self._wake_receiver.fileno() in ready or (stdin in ready and _stdin_ended()):
+                    break
+                if self._listener.fileno() in ready:
+                    self._accept()
+        return self._close()
+
+    def stop(self) -> None:
+        """Makes :meth:`serve` return. Safe in a signal handler and from any thread."""
+        try:
+            self._wake_sender.send(b"s")
+        except OSError:
+            pass  # already told so
+
+    def _accept(self) -> None:
+        try:
+            connection, peer_address = self._listener.accept()
+        except OSError as error:
+            self._log(f"accept failed: {error.strerror}")
+            time.sleep(0.1)  # out of descriptors: others must end first
+            return
+        peer = str(Address(*peer_address[:2]))
+        with self._guard:
+            room = len(self._connections) < MAX_CONNECTIONS
+            if room:
+                thread = threading.Thread(target=self._serve_connection, args=(connection, peer), daemon=True)
+                self._connections[connection] = thread
+        if room:
+            thread.start()
+            return
+        text = f"busy: {MAX_CONNECTIONS} connections are open, expected fewer"
+        try:
+            connection.send(_native.encode_error_frame(ErrorCode.BUSY, text), socket.MSG_DONTWAIT)
+        except OSError:
+            pass
+        connection.close()
+        self._log(f"{peer}: refused: {text}")
+
+    def _serve_connection(self, connection: socket.socket, peer: str) -> None:
+        try:
+            self._sessions.serve(connection, peer)
+        finally:
+            with self._guard:
+                del self._connections[connection]
+            connection.close()
+
+    def _close(self) -> bool:
+        self._sessions.stop()
+        self._listener.close()
+        with self._guard:
+            connections = dict(self._connections)
+        for connection in connections:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # gone by itself
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for thread in connections.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._wake_sender.close()
+        self._wake_receiver.close()
+        return not any(thread.is_alive() for thread in connections.values())
+
+
+def run_worker(config: WorkerConfig, *, json_output: bool = False) -> None:
+    """Runs a worker in this process until SIGTERM, SIGINT or, if so configured, the end of standard input.
+
+    Args:
+        config: The worker's configuration.
+        json_output: Say where it listens as one JSON line, for programs, instead of a sentence.
+
+    Raises:
+        ConfigError: As :class:`WorkerServer`.
+        ModelError: As :class:`WorkerServer`.
+    """
+    server = WorkerServer(config, _log)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    isa = _native.select_isa()
+    if json_output:
+        facts = {"event": "listening", "address": str(server.address), "pid": os.getpid(), "isa": isa}
+        print(json.dumps(facts), flush=True)
+    else:
+        print(
+            f"worker listening on {server.address} ({isa}, {config.resolved_threads} threads, "
+            f"{'with' if config.token else 'without'} a cluster token); Ctrl-C stops it",
+            flush=True,
+        )
+    if not server.serve():
+        # A thread is still inside a step: leave without the interpreter's tear-down under its feet.
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _log(line: str) -> None:
+    print(f"worker: {line}", file=sys.stderr, flush=True)
+
+
+def _stdin_ended() -> bool:
+    try:
+        return os.read(0, 4096) == b""
+    except OSError:
+        return True
+
+
+def _listen(config: WorkerConfig) -> socket.socket:
+    address = parse_address(config.listen, "listen", allow_port_0=True)
+    try:
+        found = socket.getaddrinfo(
+            address.name, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError("listen", config.listen, f"an address of this machine ({reason})") from error
+    family, kind, protocol, _, end = found[0]
+    if config.token is None and not is_loopback(str(end[0])):
+        raise ConfigError(
+            "cluster_token",
+            None,
+            f"a token, as {config.listen} is beyond loopback",
+            f"--token-file FILE or ${TOKEN_VARIABLE}",
+        )
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(end)
+        listener.listen(MAX_CONNECTIONS)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            "listen", config.listen, f"an address that can be bound ({error.strerror})"
+        ) from error
+    return listener

@@ -1,0 +1,153 @@
+"""One host's visit at a worker: authenticate, hello, prepare, then the native step loop until it ends.
+
+Called by :mod:`duckllm.worker.server`, one thread a connection. Everything that a connection can do wrong ends
+here, with an ERROR frame and a closed connection.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+
+import duckllm
+from duckllm import _native
+from duckllm._native import ErrorCode, FrameType
+from duckllm.cluster.auth import authenticate_worker
+from duckllm.cluster.frames import ControlChannel, PeerClosedError, error_code
+from duckllm.cluster.plan import WorkerPlan
+from duckllm.errors import DuckError, ProtocolError, WorkerUnavailableError
+from duckllm.worker.config import WorkerConfig
+from duckllm.worker.weights import WorkerWeights
+
+# A host that reconnects at once may arrive before its last connection's end was noticed.
+BUSY_GRACE_S = 1.0
+READY_TIMEOUT_S = 10.0
+
+
+class Sessions:
+    """What the connections of one worker share: its weights, its experts, and the one session at a time.
+
+    Args:
+        config: The worker's configuration.
+        log: Takes one line per event.
+
+    Raises:
+        ModelError: ``config.model`` is no converted model.
+        ValueError: DUCK_FORCE_ISA names no ISA, or one that this CPU lacks.
+    """
+
+    def __init__(self, config: WorkerConfig, log: Callable[[str], None]) -> None:
+        self._config, self._log = config, log
+        self._isa = _native.select_isa()
+        self._weights = WorkerWeights(config.model)
+        self._active = threading.Lock()
+        self._stopping = threading.Event()
+        self._prepared: tuple[object, _native.StepServer] | None = None
+
+    def stop(self) -> None:
+        """Makes a verification in progress give up."""
+        self._stopping.set()
+
+    def serve(self, connection: socket.socket, peer: str) -> None:
+        """Serves one connection to its end; never raises. Does not close it."""
+        channel = ControlChannel(connection, us="this worker", peer="the host")
+        try:
+            plan = self._handshake(channel)
+            if not self._active.acquire(timeout=BUSY_GRACE_S):
+                raise WorkerUnavailableError("busy: this worker serves another host")
+            try:
+                self._serve_plan(channel, plan, peer)
+            finally:
+                self._active.release()
+        except PeerClosedError as error:
+            self._log(f"{peer}: {error}")
+        except TimeoutError:
+            text = f"handshake: got no complete plan within {self._config.handshake_timeout_s:g} s"
+            channel.send_error(ErrorCode.TIMEOUT, text)
+            self._log(f"{peer}: {text}")
+        except OSError as error:
+            self._log(f"{peer}: the connection failed: {error.strerror or error}")
+        except DuckError as error:
+            channel.send_error(error_code(error), str(error))
+            self._log(f"{peer}: refused: {error}")
+        except Exception as error:
+            channel.send_error(ErrorCode.INTERNAL, f"the worker failed: {type(error).__name__}")
+            self._log(f"{peer}: failed: {traceback.format_exc()}")
+
+    def _handshake(self, channel: ControlChannel) -> WorkerPlan:
+        deadline = time.monotonic() + self._config.handshake_timeout_s
+        authenticate_worker(channel, self._config.token, deadline=deadline)
+        channel.receive_json(FrameType.HELLO, deadline=deadline)
+        hello = {
+            "protocol_version": _native.PROTOCOL_VERSION,
+            "build": duckllm.__version__,
+            "isa": self._isa,
+            "threads": self._config.resolved_threads,
+            "pid": os.getpid(),
+            "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        }
+        channel.send_json(FrameType.HELLO, hello, deadline=deadline)
+        return WorkerPlan.from_json(channel.receive_json(FrameType.PREPARE, deadline=deadline))
+
+    def _serve_plan(self, channel: ControlChannel, plan: WorkerPlan, peer: str) -> None:
+        server, verified_stripes = self._prepare(plan, channel.connection)
+        ready = {"verified_stripes": verified_stripes}
+        channel.send_json(FrameType.READY, ready, deadline=time.monotonic() + READY_TIMEOUT_S)
+        self._log(
+            f"{peer}: ready, {len(plan.layers)} layers, stripes {plan.first_stripe} to "
+            f"{plan.first_stripe + plan.num_stripes - 1} of {plan.total_stripes}, {verified_stripes} verified now"
+        )
+        reason, message, steps = server.serve(channel.connection.fileno())
+        self._log(f"{peer}: {reason} after {steps} steps: {message}")
+
+    def _prepare(self, plan: WorkerPlan, connection: socket.socket) -> tuple[_native.StepServer, int]:
+        """The experts of a plan and the number of stripes hashed for it; the last plan's are used again."""
+        key = (replace(plan, folder=""), self._weights.identities(plan))
+        if self._prepared is not None and self._prepared[0] == key:
+            return self._prepared[1], 0
+        self._prepared = None  # lets go of the old weights before the new ones come
+
+        def check_stop() -> None:
+            if self._stopping.is_set():
+                raise WorkerUnavailableError("this worker is stopping")
+            _check_still_connected(connection)
+
+        try:
+            server = _native.StepServer(
+                hidden_size=plan.hidden_size,
+                intermediate_size=plan.intermediate_size,
+                num_experts=plan.num_experts,
+                top_k=plan.top_k,
+                first_stripe=plan.first_stripe,
+                num_stripes=plan.num_stripes,
+                max_step_tokens=plan.max_step_tokens,
+                num_threads=self._config.resolved_threads,
+                spin_us=self._config.resolved_spin_us,
+                frame_timeout_ms=round(self._config.frame_timeout_s * 1000),
+                send_timeout_ms=round(self._config.send_timeout_s * 1000),
+            )
+        except (ValueError, MemoryError) as error:
+            raise ProtocolError(f"plan: {error or 'got sizes beyond the memory of this worker'}") from error
+        verified_stripes = 0
+        for layer in plan.layers:
+            units, path = self._weights.map_layer(plan, layer)
+            verified_stripes += self._weights.verify(plan, layer, units, path, check_stop)
+            try:
+                server.add_layer(layer.layer, units)
+            except ValueError as error:
+                raise ProtocolError(f"plan: {error}") from error
+        self._prepared = (key, server)
+        return server, verified_stripes
+
+
+def _check_still_connected(connection: socket.socket) -> None:
+    try:
+        if connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b"":
+            raise PeerClosedError("the host closed the connection while its plan was prepared")
+    except BlockingIOError:
+        pass
