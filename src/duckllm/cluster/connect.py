@@ -1,7 +1,7 @@
 """The host's way to a worker: connect, authenticate, hello, prepare. One path, local workers and static ones.
 
-Called by :mod:`duckllm.cluster.base`. What it hands back is a :class:`Connection` whose next frame is the first
-step request; the native transport takes its socket over.
+Called by :mod:`duckllm.cluster.base`. What it hands back is a :class:`Connection` whose next frame is the
+first step request; the native transport takes its socket over.
 """
 
 from __future__ import annotations

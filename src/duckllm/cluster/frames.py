@@ -1,7 +1,7 @@
 """Frames over a socket in the control phase: one at a time, each with a deadline, sizes checked before use.
 
-Called by both ends (:mod:`duckllm.cluster.connect` and :mod:`duckllm.worker.session`); the bytes themselves are
-made and read by csrc/wire alone. Knows nothing of plans, tokens or models.
+Called by both ends (:mod:`duckllm.cluster.connect` and :mod:`duckllm.worker.session`); the bytes themselves
+are made and read by csrc/wire alone. Knows nothing of plans, tokens or models.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from duckllm.errors import (
 
 _CHUNK_BYTES = 1 << 16
 
-# What travels as a code, and which error it is on the host. The first class that fits an error gives its code.
+# What travels as a code, and which error it is on the host. The first class that fits gives the code.
 _CODE_OF_ERROR: tuple[tuple[type[DuckError], ErrorCode], ...] = (
     (ModelNotFoundError, ErrorCode.MODEL_NOT_FOUND),
     (CheckpointError, ErrorCode.CHECKPOINT),
@@ -131,7 +131,7 @@ class ControlChannel:
             ) from error
         if not isinstance(value, dict):
             raise ProtocolError(
-                f"{expected.name} from {self.peer}: got JSON of type {type(value).__name__}, expected an object"
+                f"{expected.name} from {self.peer}: got a JSON {type(value).__name__}, expected an object"
             )
         return value
 

@@ -1,8 +1,8 @@
 """Workers as child processes on this machine: the default, and what the demo runs on.
 
-Each child listens on a free loopback port, with a random token in its environment, and says where in one line on
-its standard output. It leaves when its standard input ends, so that nothing is left behind whatever happens to
-this process.
+Each child listens on a free loopback port, with a random token in its environment, and says where in one line
+on its standard output. It leaves when its standard input ends, so that nothing is left behind whatever happens
+to this process.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -99,7 +100,7 @@ def _spawn(config: ClusterConfig, token: str) -> _Child:
         *(sys.executable, "-m", "duckllm.worker", "--listen", "127.0.0.1:0", "--json", "--exit-with-stdin"),
         *("--threads", str(threads), "--spin-us", str(spin_us)),
     ]
-    stderr = tempfile.TemporaryFile()
+    stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
     try:
         # A session of its own: Ctrl-C at the terminal stops the host's reply, not its workers.
         process = subprocess.Popen(
@@ -143,14 +144,14 @@ def _wait_until_listening(child: _Child, worker: int, deadline: float) -> Addres
 def _stop(process: subprocess.Popen[bytes], deadline: float) -> None:
     if process.stdout is not None:
         process.stdout.close()
-    for stop in (lambda: None, process.terminate, process.kill):
-        stop()
+    for number in (None, signal.SIGTERM, signal.SIGKILL):
+        if number is not None:
+            process.send_signal(number)
         try:
-            process.wait(timeout=max(0.5, deadline - time.monotonic()))
+            process.wait(timeout=max(1.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             continue
         return
-    process.wait()
 
 
 def _peak_rss_bytes(pid: int) -> int:

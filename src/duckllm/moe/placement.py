@@ -37,8 +37,8 @@ def plan_slices(
     Args:
         num_stripes: Stripes of a whole expert.
         num_workers: W.
-        shares: How much each worker should get relative to the others, all above 0; None for even slices, whose
-            sizes differ by at most one. Every worker gets at least one stripe.
+        shares: How much each worker should get relative to the others, all above 0; None for even slices,
+            whose sizes differ by at most one. Every worker gets at least one stripe.
 
     Raises:
         ConfigError: More workers than stripes, no worker, or shares that do not fit.
@@ -51,7 +51,7 @@ def plan_slices(
         shares = [1.0] * num_workers
     if len(shares) != num_workers or not all(0 < share < float("inf") for share in shares):
         raise ConfigError("shares", list(shares), f"{num_workers} numbers above 0")
-    # One stripe each; then each next one to the worker that is furthest below its share (the first of equals).
+    # One stripe each; then each next one to the worker furthest below its share (the first of equals).
     sizes = [1] * num_workers
     for _ in range(num_stripes - num_workers):
         neediest = min(range(num_workers), key=lambda worker: (sizes[worker] / shares[worker], worker))

@@ -1,7 +1,7 @@
 """Thin typed face of the native transport: arrays in, the sum of the workers' partial sums out.
 
-Called by :mod:`duckllm.moe`. The workers' order is that of the connections; sums are taken in that order, so that
-runs repeat bit for bit. NumPy arrays and CPU tensors alike are read in place.
+Called by :mod:`duckllm.moe`. The workers' order is that of the connections; sums are taken in that order, so
+that runs repeat bit for bit. NumPy arrays and CPU tensors alike are read in place.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Transport:
             x: [T, H] f32, cpu. topk_ids: [T, K] int32, cpu. topk_weights: [T, K] f32, cpu.
 
         Raises:
-            WorkerLostError: A worker is gone, or does not take the step in time; the transport is then closed.
+            WorkerLostError: A worker is gone or does not take the step in time; the transport is then closed.
             ValueError: Shapes that do not fit; nothing was sent.
         """
         with self._typed_errors():

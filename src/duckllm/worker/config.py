@@ -20,7 +20,7 @@ class WorkerConfig:
         listen: Address to listen on; port 0 takes a free one.
         model: Its own converted model, looked into before the host's folder; None for none.
         threads: Compute threads; 0 takes every core.
-        spin_us: How long idle threads spin before they sleep, microseconds; -1 spins only with cores to spare.
+        spin_us: How long idle threads spin before they sleep, microseconds; -1 decides by the cores.
         token: The cluster token; needed beyond loopback.
         exit_with_stdin: Whether to leave when standard input ends.
         handshake_timeout_s: From accepting a connection to its complete plan, seconds.

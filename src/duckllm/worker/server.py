@@ -6,6 +6,7 @@ has a thread, of which there are few.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -36,8 +37,8 @@ class WorkerServer:
         log: Takes one line per event.
 
     Raises:
-        ConfigError: The address is malformed or taken, lies beyond loopback without a token, or DUCK_FORCE_ISA
-            is wrong.
+        ConfigError: The address is malformed or taken, or beyond loopback without a token; or DUCK_FORCE_ISA is
+            wrong.
         ModelError: ``config.model`` is no converted model.
     """
 
@@ -73,10 +74,8 @@ class WorkerServer:
 
     def stop(self) -> None:
         """Makes :meth:`serve` return. Safe in a signal handler and from any thread."""
-        try:
+        with contextlib.suppress(OSError):  # already told so
             self._wake_sender.send(b"s")
-        except OSError:
-            pass  # already told so
 
     def _accept(self) -> None:
         try:
@@ -95,10 +94,8 @@ class WorkerServer:
             thread.start()
             return
         text = f"busy: {MAX_CONNECTIONS} connections are open, expected fewer"
-        try:
+        with contextlib.suppress(OSError):
             connection.send(_native.encode_error_frame(ErrorCode.BUSY, text), socket.MSG_DONTWAIT)
-        except OSError:
-            pass
         connection.close()
         self._log(f"{peer}: refused: {text}")
 
@@ -116,10 +113,8 @@ class WorkerServer:
         with self._guard:
             connections = dict(self._connections)
         for connection in connections:
-            try:
+            with contextlib.suppress(OSError):  # gone by itself
                 connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # gone by itself
         deadline = time.monotonic() + STOP_TIMEOUT_S
         for thread in connections.values():
             thread.join(max(0.0, deadline - time.monotonic()))

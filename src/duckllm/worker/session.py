@@ -1,7 +1,7 @@
 """One host's visit at a worker: authenticate, hello, prepare, then the native step loop until it ends.
 
-Called by :mod:`duckllm.worker.server`, one thread a connection. Everything that a connection can do wrong ends
-here, with an ERROR frame and a closed connection.
+Called by :mod:`duckllm.worker.server`, one thread a connection. Everything that a connection can do wrong
+ends here, with an ERROR frame and a closed connection.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Sessions:
         """Serves one connection to its end; never raises. Does not close it."""
         channel = ControlChannel(connection, us="this worker", peer="the host")
         try:
-            plan = self._handshake(channel)
+            plan = self._receive_plan(channel)
             if not self._active.acquire(timeout=BUSY_GRACE_S):
                 raise WorkerUnavailableError("busy: this worker serves another host")
             try:
@@ -66,10 +66,9 @@ class Sessions:
                 self._active.release()
         except PeerClosedError as error:
             self._log(f"{peer}: {error}")
-        except TimeoutError:
-            text = f"handshake: got no complete plan within {self._config.handshake_timeout_s:g} s"
-            channel.send_error(ErrorCode.TIMEOUT, text)
-            self._log(f"{peer}: {text}")
+        except TimeoutError as error:
+            channel.send_error(ErrorCode.TIMEOUT, str(error))
+            self._log(f"{peer}: {error}")
         except OSError as error:
             self._log(f"{peer}: the connection failed: {error.strerror or error}")
         except DuckError as error:
@@ -79,8 +78,14 @@ class Sessions:
             channel.send_error(ErrorCode.INTERNAL, f"the worker failed: {type(error).__name__}")
             self._log(f"{peer}: failed: {traceback.format_exc()}")
 
-    def _handshake(self, channel: ControlChannel) -> WorkerPlan:
-        deadline = time.monotonic() + self._config.handshake_timeout_s
+    def _receive_plan(self, channel: ControlChannel) -> WorkerPlan:
+        limit_s = self._config.handshake_timeout_s
+        try:
+            return self._handshake(channel, time.monotonic() + limit_s)
+        except TimeoutError:
+            raise TimeoutError(f"handshake: got no complete plan within {limit_s:g} s") from None
+
+    def _handshake(self, channel: ControlChannel, deadline: float) -> WorkerPlan:
         authenticate_worker(channel, self._config.token, deadline=deadline)
         channel.receive_json(FrameType.HELLO, deadline=deadline)
         hello = {
@@ -99,8 +104,8 @@ class Sessions:
         ready = {"verified_stripes": verified_stripes}
         channel.send_json(FrameType.READY, ready, deadline=time.monotonic() + READY_TIMEOUT_S)
         self._log(
-            f"{peer}: ready, {len(plan.layers)} layers, stripes {plan.first_stripe} to "
-            f"{plan.first_stripe + plan.num_stripes - 1} of {plan.total_stripes}, {verified_stripes} verified now"
+            f"{peer}: ready, {len(plan.layers)} layers, {plan.num_stripes} of {plan.total_stripes} stripes from "
+            f"{plan.first_stripe} on, {verified_stripes} verified now"
         )
         reason, message, steps = server.serve(channel.connection.fileno())
         self._log(f"{peer}: {reason} after {steps} steps: {message}")
@@ -146,8 +151,9 @@ class Sessions:
 
 
 def _check_still_connected(connection: socket.socket) -> None:
+    connection.setblocking(False)
     try:
-        if connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b"":
+        if connection.recv(1, socket.MSG_PEEK) == b"":
             raise PeerClosedError("the host closed the connection while its plan was prepared")
     except BlockingIOError:
         pass

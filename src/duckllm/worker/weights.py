@@ -1,7 +1,7 @@
 """A worker's weights: the files of a plan, mapped read-only, and the slice checked against its hashes.
 
-Called by :mod:`duckllm.worker.session`; imports no torch. It reads only the slice, and a stripe that was found
-good is not read again as long as its file stays the same.
+Called by :mod:`duckllm.worker.session`; imports no torch. It reads only the slice, and a stripe that was
+found good is not read again as long as its file stays the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class WorkerWeights:
         self._verified: set[tuple[_FileIdentity, int, str]] = set()
 
     def find(self, plan: WorkerPlan, layer: LayerPlan) -> Path:
-        """The file of a layer: in the worker's own folder if that is the plan's model, else where the host has it.
+        """The file of a layer: in the worker's own folder if it is of that model, else where the host has it.
 
         Raises:
             ModelNotFoundError: In neither place.
