@@ -2,8 +2,14 @@
 Native parts of duck-llm: expert kernels, wire format, transport and the worker's step loop.
 """
 
+from collections.abc import Sequence
+import enum
+from typing import Annotated
+
 import numpy
 import numpy.typing
+from numpy.typing import NDArray
+
 
 def select_isa() -> str:
     """
@@ -30,15 +36,7 @@ def count_nan_e4m3(bytes: numpy.typing.NDArray[numpy.uint8]) -> int:
         bytes: any, uint8, contiguous
     """
 
-def pack_expert_units(
-    gate: numpy.typing.NDArray[numpy.uint8],
-    up: numpy.typing.NDArray[numpy.uint8],
-    down: numpy.typing.NDArray[numpy.uint8],
-    gate_scale: numpy.typing.NDArray[numpy.float32],
-    up_scale: numpy.typing.NDArray[numpy.float32],
-    down_scale: numpy.typing.NDArray[numpy.float32],
-    out: numpy.typing.NDArray[numpy.uint8] | None = None,
-) -> numpy.typing.NDArray[numpy.uint8]:
+def pack_expert_units(gate: numpy.typing.NDArray[numpy.uint8], up: numpy.typing.NDArray[numpy.uint8], down: numpy.typing.NDArray[numpy.uint8], gate_scale: numpy.typing.NDArray[numpy.float32], up_scale: numpy.typing.NDArray[numpy.float32], down_scale: numpy.typing.NDArray[numpy.float32], out: numpy.typing.NDArray[numpy.uint8] | None = None) -> numpy.typing.NDArray[numpy.uint8]:
     """
     Packs one e4m3 expert into fp9 units.
 
@@ -54,9 +52,7 @@ def pack_expert_units(
         duckllm.weights.fp9, byte for byte
     """
 
-def quantize_e4m3_blocks(
-    weights: numpy.typing.NDArray[numpy.float32],
-) -> tuple[numpy.typing.NDArray[numpy.uint8], numpy.typing.NDArray[numpy.float32]]:
+def quantize_e4m3_blocks(weights: numpy.typing.NDArray[numpy.float32]) -> tuple[numpy.typing.NDArray[numpy.uint8], numpy.typing.NDArray[numpy.float32]]:
     """
     Quantises f32 weights to e4m3 with one scale, amax / 448, per 128x128 block.
 
@@ -78,28 +74,9 @@ class Experts:
     the valid ranges; a row's result depends neither on the other rows nor on the threads.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        num_experts: int,
-        top_k: int,
-        first_stripe: int,
-        num_stripes: int,
-        max_tokens: int,
-        num_threads: int,
-        spin_us: int,
-        isa: str = "auto",
-    ) -> None: ...
-    def run(
-        self,
-        units: numpy.typing.NDArray[numpy.uint8],
-        x: numpy.typing.NDArray[numpy.float32] | numpy.typing.NDArray[numpy.uint16],
-        topk_ids: numpy.typing.NDArray[numpy.int32],
-        topk_weights: numpy.typing.NDArray[numpy.float32],
-        units_first_stripe: int = 0,
-        out: numpy.typing.NDArray[numpy.float32] | None = None,
-    ) -> numpy.typing.NDArray[numpy.float32]:
+    def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, first_stripe: int, num_stripes: int, max_tokens: int, num_threads: int, spin_us: int, isa: str = 'auto') -> None: ...
+
+    def run(self, units: numpy.typing.NDArray[numpy.uint8], x: numpy.typing.NDArray[numpy.float32] | numpy.typing.NDArray[numpy.uint16], topk_ids: numpy.typing.NDArray[numpy.int32], topk_weights: numpy.typing.NDArray[numpy.float32], units_first_stripe: int = 0, out: numpy.typing.NDArray[numpy.float32] | None = None) -> numpy.typing.NDArray[numpy.float32]:
         """
         The weighted sum of the rows' experts, restricted to the slice: partial sums [T, H] f32.
 
@@ -121,5 +98,144 @@ class Experts:
 
     @property
     def isa(self) -> str: ...
+
     @property
     def num_threads(self) -> int: ...
+
+PROTOCOL_VERSION: int = 1
+
+FRAME_HEADER_BYTES: int = 24
+
+STEP_HEADER_BYTES: int = 16
+
+NONCE_BYTES: int = 32
+
+class FrameType(enum.Enum):
+    """Types of frames, see docs/wire-format.md."""
+
+    AUTH_OPEN = 1
+
+    AUTH_CHALLENGE = 2
+
+    AUTH_PROOF = 3
+
+    HELLO = 4
+
+    PREPARE = 5
+
+    READY = 6
+
+    ERROR = 7
+
+    STEP_REQUEST = 8
+
+    STEP_REPLY = 9
+
+    CLOSE = 10
+
+class ErrorCode(enum.Enum):
+    """What an ERROR frame is about."""
+
+    PROTOCOL = 1
+
+    VERSION = 2
+
+    AUTHENTICATION = 3
+
+    BUSY = 4
+
+    PLAN = 5
+
+    MODEL_NOT_FOUND = 6
+
+    CHECKPOINT = 7
+
+    WEIGHT_FORMAT = 8
+
+    WEIGHT_HASH = 9
+
+    TIMEOUT = 10
+
+    INTERNAL = 11
+
+class WireError(ValueError):
+    """
+    Bytes that do not follow the wire format; args are the ErrorCode and a sentence.
+    """
+
+def payload_limits(type: FrameType) -> tuple[int, int]:
+    """The smallest and largest payload of a frame type, bytes."""
+
+def encode_frame_header(type: FrameType, payload_bytes: int, sequence: int = 0) -> bytes:
+    """The 24 bytes before a payload."""
+
+def decode_frame_header(data: bytes) -> tuple[FrameType, int, int]:
+    """(type, payload_bytes, sequence); raises WireError."""
+
+def encode_step_request_header(layer: int, num_tokens: int, top_k: int, lane: int = 0, x_bf16: bool = False, reply_bf16: bool = False) -> bytes:
+    """The first 16 payload bytes of a STEP_REQUEST."""
+
+def decode_step_reply_header(data: bytes) -> tuple[int, int, int, int, bool]:
+    """(layer, num_tokens, compute_us, lane, reply_bf16); raises WireError."""
+
+def encode_step_reply_header(layer: int, num_tokens: int, compute_us: int = 0, lane: int = 0, reply_bf16: bool = False) -> bytes:
+    """The first 16 payload bytes of a STEP_REPLY."""
+
+def encode_error_frame(code: ErrorCode, text: str) -> bytes:
+    """A whole ERROR frame, header included."""
+
+def decode_error_payload(data: bytes) -> tuple[int, bytes]:
+    """(code as a number, text as UTF-8 bytes); raises WireError."""
+
+def encode_auth_payload(has_token: bool, nonce: bytes) -> bytes:
+    """The payload of AUTH_OPEN and AUTH_CHALLENGE."""
+
+def decode_auth_payload(data: bytes) -> tuple[bool, bytes]:
+    """(has_token, nonce); raises WireError."""
+
+class TransportError(RuntimeError):
+    """
+    A worker is lost; args are its index, the layer (or None) and the reason.
+    """
+
+class Transport:
+    """Steps to every worker, partial sums back, added in worker order."""
+
+    def __init__(self, sockets: Sequence[int], *, hidden_size: int, top_k: int, max_step_tokens: int, x_bf16: bool = False, reply_bf16: bool = False, step_timeout_ms: int = 30000, spin_us: int = 0) -> None: ...
+
+    def submit(self, layer: int, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], topk_ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], topk_weights: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], lane: int = 0) -> int:
+        """
+        Sends x [T, H] f32, topk_ids [T, K] i32, topk_weights [T, K] f32 to every worker; returns a ticket.
+        """
+
+    def wait(self, ticket: int, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')]) -> None:
+        """Writes the sum of the workers' replies into out [T, H] f32."""
+
+    def ticket_tokens(self, ticket: int) -> int:
+        """T of a step in flight."""
+
+    def last_compute_us(self) -> list[int]:
+        """Each worker's own time for the step last waited for, microseconds."""
+
+    def close(self) -> None: ...
+
+    @property
+    def closed(self) -> bool: ...
+
+class StepServer:
+    """The experts of a slice behind one connection at a time."""
+
+    def __init__(self, *, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, first_stripe: int, num_stripes: int, max_step_tokens: int, num_threads: int, spin_us: int = 0, frame_timeout_ms: int = 30000, send_timeout_ms: int = 60000, isa: str = 'auto') -> None: ...
+
+    def add_layer(self, layer: int, units: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None), device='cpu', writable=False)]) -> None:
+        """
+        Takes the slice's units [E, S, unit_bytes] u8 of a layer; kept alive, not copied.
+        """
+
+    def serve(self, fd: int) -> tuple[str, str, int]:
+        """
+        Serves steps until the connection ends: (reason, message, steps_served), where reason is closed, lost, malformed or timeout. Does not close fd.
+        """
+
+    @property
+    def isa(self) -> str: ...

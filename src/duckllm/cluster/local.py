@@ -1,8 +1,8 @@
 """Workers as child processes on this machine: the default, and what the demo runs on.
 
 Each child listens on a free loopback port, with a random token in its environment, and says where in one line
-on its standard output. It leaves when its standard input ends, so that nothing is left behind whatever happens
-to this process.
+on its standard output. It leaves when its standard input ends, so that nothing is left behind, whatever
+happens to this process.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ class WorkerServer:
         log: Takes one line per event.
 
     Raises:
-        ConfigError: The address is malformed or taken, or beyond loopback without a token; or DUCK_FORCE_ISA is
-            wrong.
+        ConfigError: The address is malformed or taken, or beyond loopback without a token; or
+            DUCK_FORCE_ISA is wrong.
         ModelError: ``config.model`` is no converted model.
     """
 

@@ -104,8 +104,8 @@ class Sessions:
         ready = {"verified_stripes": verified_stripes}
         channel.send_json(FrameType.READY, ready, deadline=time.monotonic() + READY_TIMEOUT_S)
         self._log(
-            f"{peer}: ready, {len(plan.layers)} layers, {plan.num_stripes} of {plan.total_stripes} stripes from "
-            f"{plan.first_stripe} on, {verified_stripes} verified now"
+            f"{peer}: ready, {len(plan.layers)} layers, {plan.num_stripes} of {plan.total_stripes} stripes "
+            f"from {plan.first_stripe} on, {verified_stripes} verified now"
         )
         reason, message, steps = server.serve(channel.connection.fileno())
         self._log(f"{peer}: {reason} after {steps} steps: {message}")
