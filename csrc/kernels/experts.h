@@ -22,9 +22,10 @@
 //
 // Ranges in which no denormal number enters or leaves an addition or a product, so that flush-to-zero modes
 // change nothing: |x| is 0 or in [2^-40, 2^63); scales are 0 or in [2^-21, 2^40] (gate and up: also smaller
-// ones while |x| * scale >= 2^-71); |topk_weights| is 0 or in [2^-60, 2^60]; activations |silu(gate) * up *
-// weight| < 2^63. An activation below 2^-50 counts as zero. Smaller x lose accuracy gradually; what is larger
-// becomes infinite or NaN. NaN and infinity in x come out in that row alone.
+// ones while |x| * scale >= 2^-71); |topk_weights| is 0 or in [2^-40, 2^40]; activations |silu(gate) * up *
+// weight| and |silu(gate) * up| are below 2^63. An activation below 2^-50 counts as zero (the one place where
+// a product may underflow first, below 2^-190). Smaller x lose accuracy gradually; what is larger becomes
+// infinite or NaN. NaN and infinity in x come out in that row alone.
 #pragma once
 
 #include <cstddef>

@@ -43,13 +43,14 @@ void add_products(const float (*weights)[kStripeChannels], int num, const float*
 }
 
 float silu(float g) {
-  const double e = -g > 88.0f ? HUGE_VAL : std::exp(-static_cast<double>(g));
+  const float t = std::fmax(-g, -87.0f);  // e^t is then no denormal
+  const double e = t > 88.0f ? HUGE_VAL : std::exp(static_cast<double>(t));
   return g / (1.0f + static_cast<float>(e));
 }
 
 float activate(float gate, float up, float weight) {
-  const float a = silu(gate) * up * weight;
-  return (std::fabs(a) < kSmallestActivation ? 0.0f : a) * kActivationPrescale;
+  const float a = silu(gate) * kActivationPrescale * up * weight;
+  return std::fabs(a) < kSmallestActivation * kActivationPrescale ? 0.0f : a;
 }
 
 // dots[lane] = x . column `lane` of the gate (part 0) or up (part 1) matrix.

@@ -1,0 +1,224 @@
+// The kernels where Python cannot look: bounds of every buffer (under AddressSanitizer), races (under
+// ThreadSanitizer), denormal numbers (by the CPU's own flags), and allocations in run(). The values
+// themselves are compared with float64 in tests/kernels.
+#include <xmmintrin.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include "kernels/experts.h"
+#include "kernels/fp9.h"
+#include "kernels/pack.h"
+#include "tests/check.h"
+#include "threads/thread_pool.h"
+
+namespace {
+std::atomic<int64_t> num_allocations{0};
+}
+
+void* operator new(size_t size) {
+  ++num_allocations;
+  if (void* memory = std::malloc(size != 0 ? size : 1)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+
+namespace duck {
+namespace {
+
+struct Layer {
+  size_t hidden, intermediate, experts;
+  std::vector<uint8_t> units;
+
+  size_t stripes() const { return ceil_div(intermediate, kStripeChannels); }
+  LayerUnits view() const { return {units.data(), stripes() * unit_bytes(hidden)}; }
+};
+
+// Random finite weights of every exponent; scales of one magnitude.
+Layer random_layer(size_t hidden, size_t intermediate, size_t experts, float gate_up_scale,
+                   float down_scale) {
+  Layer layer{hidden, intermediate, experts, {}};
+  layer.units.resize(experts * layer.stripes() * unit_bytes(hidden));
+  std::minstd_rand random(17);
+  const size_t blocks = ceil_div(hidden, kScaleBlock) * ceil_div(intermediate, kScaleBlock);
+  for (size_t expert = 0; expert < experts; ++expert) {
+    std::vector<uint8_t> codes[3];
+    for (auto& matrix : codes) {
+      matrix.resize(hidden * intermediate);
+      for (auto& code : matrix) {
+        code = static_cast<uint8_t>(random() >> 8);
+        if ((code & 0x7f) == 0x7f) code ^= 1;
+      }
+    }
+    const std::vector<float> gate_up(blocks, gate_up_scale), down(blocks, down_scale);
+    pack_expert_units({hidden, intermediate, codes[0].data(), codes[1].data(), codes[2].data(),
+                       gate_up.data(), gate_up.data(), down.data()},
+                      layer.units.data() + expert * layer.stripes() * unit_bytes(hidden));
+  }
+  return layer;
+}
+
+struct Step {
+  std::vector<float> x, weights;
+  std::vector<int32_t> ids;
+  uint32_t top_k;
+
+  StepRows rows(size_t hidden) const {
+    return {static_cast<uint32_t>(x.size() / hidden),
+            top_k,
+            ActivationType::kF32,
+            x.data(),
+            ids.data(),
+            weights.data()};
+  }
+};
+
+Step random_step(const Layer& layer, uint32_t num_tokens, uint32_t top_k, float x_size) {
+  Step step;
+  step.top_k = top_k;
+  std::minstd_rand random(23);
+  for (size_t i = 0; i < num_tokens * layer.hidden; ++i) {
+    const float magnitude = 1.0f + static_cast<float>(random() % 1000000) * 0.9e-6f;
+    step.x.push_back((random() >> 8) % 2 ? magnitude * x_size : -magnitude * x_size);
+  }
+  for (uint32_t i = 0; i < num_tokens * top_k; ++i) {
+    step.ids.push_back(static_cast<int32_t>(random() % layer.experts));
+    step.weights.push_back(0.1f + static_cast<float>(random() % 1000) * 1e-3f);
+  }
+  return step;
+}
+
+std::vector<float> run(const Layer& layer, const Step& step, Isa isa, int num_threads) {
+  ThreadPool pool(num_threads, 0);
+  const StepRows rows = step.rows(layer.hidden);
+  Experts experts(
+      {static_cast<uint32_t>(layer.hidden), static_cast<uint32_t>(layer.intermediate),
+       static_cast<uint32_t>(layer.experts), step.top_k, 0, static_cast<uint32_t>(layer.stripes())},
+      rows.num_tokens, isa, pool);
+  std::vector<float> y(rows.num_tokens * layer.hidden, -7.0f);
+  experts.run(layer.view(), rows, y.data());
+  return y;
+}
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+void test_sizes_and_threads() {
+  for (auto [hidden, intermediate] :
+       {std::pair<size_t, size_t>{1, 1}, {31, 15}, {33, 17}, {200, 40}, {257, 129}}) {
+    const Layer layer = random_layer(hidden, intermediate, 3, 0x1p-9f, 0x1p-9f);
+    for (uint32_t num_tokens : {1, 2, 3, 4, 5, 9}) {
+      const Step step = random_step(layer, num_tokens, 3, 1.0f);
+      const auto scalar = run(layer, step, Isa::kScalar, 1);
+      float largest = 0.0f;
+      for (float value : scalar) largest = std::max(largest, std::fabs(value));
+      for (Isa isa : available_isas()) {
+        const auto y = run(layer, step, isa, 1);
+        for (size_t i = 0; i < y.size(); ++i) CHECK(std::fabs(y[i] - scalar[i]) <= 3e-6f * largest);
+        for (int num_threads : {2, 5}) CHECK(same_bits(run(layer, step, isa, num_threads), y));
+      }
+    }
+  }
+}
+
+constexpr unsigned kDenormalsAreZero = 0x0040, kFlushToZero = 0x8000;
+constexpr unsigned kDenormalOperand = 0x0002, kUnderflow = 0x0010;
+
+// At the edges of the ranges in experts.h: flush-to-zero changes no bit, and the CPU saw neither a denormal
+// operand nor an underflow. Activations come out of order one by the choice of the scales, except in the last
+// cases.
+void test_no_denormals() {
+  struct Case {
+    float x, gate_up_scale, down_scale;
+  };
+  const Case cases[] = {{1.0f, 0x1p-9f, 0x1p-9f},
+                        {0x1p-40f, 0x1p31f, 0x1p-21f},
+                        {0x1p-40f, 0x1p-31f, 0x1p40f},
+                        {0x1p62f, 0x1p-71f, 0x1p-9f},
+                        {0x1p-9f, 0x1p-21f, 0x1p-21f},
+                        {0x1p-21f, 0x1p40f, 0x1p-21f},
+                        {1.0f, 1.0f, 1.0f}};
+  const unsigned saved = _mm_getcsr();
+  for (Isa isa : available_isas()) {
+    for (const Case& c : cases) {
+      const Layer layer = random_layer(300, 40, 3, c.gate_up_scale, c.down_scale);
+      const Step step = random_step(layer, 6, 2, c.x);
+      std::vector<float> results[2];
+      for (unsigned flush : {0u, kDenormalsAreZero | kFlushToZero}) {
+        _mm_setcsr((saved & ~0x3fu & ~(kDenormalsAreZero | kFlushToZero)) | flush);
+        results[flush != 0] = run(layer, step, isa, 1);
+        CHECK((_mm_getcsr() & (kDenormalOperand | kUnderflow)) == 0);
+        _mm_setcsr(saved);
+      }
+      CHECK(same_bits(results[0], results[1]));
+      for (float value : results[0]) CHECK(std::isfinite(value));
+    }
+  }
+}
+
+void test_run_allocates_nothing() {
+  const Layer layer = random_layer(96, 40, 3, 0x1p-9f, 0x1p-9f);
+  const Step step = random_step(layer, 5, 2, 1.0f);
+  std::vector<float> y(5 * 96);
+  for (Isa isa : available_isas()) {
+    ThreadPool pool(2, 0);
+    Experts experts({96, 40, 3, 2, 0, 3}, 5, isa, pool);
+    const int64_t before = num_allocations;
+    for (int i = 0; i < 10; ++i) experts.run(layer.view(), step.rows(96), y.data());
+    CHECK(num_allocations == before);
+  }
+}
+
+void test_errors_leave_y_alone() {
+  const Layer layer = random_layer(33, 17, 3, 0x1p-9f, 0x1p-9f);
+  ThreadPool pool(2, 0);
+  Experts experts({33, 17, 3, 2, 0, 2}, 4, Isa::kScalar, pool);
+  Step step = random_step(layer, 4, 2, 1.0f);
+  std::vector<float> y(4 * 33, 7.0f);
+  for (int32_t id : {-1, 3, INT32_MAX, INT32_MIN}) {
+    step.ids[5] = id;
+    bool refused = false;
+    try {
+      experts.run(layer.view(), step.rows(33), y.data());
+    } catch (const std::invalid_argument& error) {
+      refused = std::string(error.what()).rfind("topk_ids[2, 1]: got " + std::to_string(id), 0) == 0;
+    }
+    CHECK(refused);
+  }
+  for (float value : y) CHECK(value == 7.0f);
+}
+
+void test_e4m3_rounding() {
+  for (int code = 0; code < 256; ++code) {
+    if ((code & 0x7f) == 0x7f) continue;
+    const int exponent = (code >> 3) & 15, mantissa = code & 7;
+    const float magnitude = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
+                                          : std::ldexp(8.0f + static_cast<float>(mantissa), exponent - 10);
+    CHECK(e4m3_from_f32(code < 128 ? magnitude : -magnitude) == code);
+    // fp9 holds it: |w| = 2^(e5 - 23) * (1 + m / 8).
+    const int fp9 = fp9_magnitude(static_cast<uint8_t>(code));
+    CHECK((fp9 == 0 ? 0.0f : std::ldexp(8.0f + static_cast<float>(fp9 & 7), (fp9 >> 3) - 26)) == magnitude);
+  }
+  CHECK(e4m3_from_f32(1e30f) == 0x7e);
+  CHECK(e4m3_from_f32(-449.0f) == 0xfe);
+}
+
+}  // namespace
+}  // namespace duck
+
+int main() {
+  duck::test_sizes_and_threads();
+  duck::test_no_denormals();
+  duck::test_run_allocates_nothing();
+  duck::test_errors_leave_y_alone();
+  duck::test_e4m3_rounding();
+  return duck::test::report();
+}

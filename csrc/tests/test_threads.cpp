@@ -1,0 +1,215 @@
+// The thread pool: each thread takes each step exactly once, whatever the delays; barriers; exceptions;
+// sleep.
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <ctime>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "tests/check.h"
+#include "threads/thread_pool.h"
+
+using duck::ThreadPool;
+
+namespace {
+
+// Delays one call in four by up to 200 us, each thread with its own random numbers.
+void random_delay(ThreadPool::DelayPoint) {
+  static std::atomic<uint32_t> seed{1};
+  thread_local std::minstd_rand random(seed.fetch_add(7919));
+  if (random() % 4 == 0) usleep(random() % 200);
+}
+
+// Delays one of the points on every call.
+template <ThreadPool::DelayPoint kPoint>
+void delay_at(ThreadPool::DelayPoint point) {
+  if (point == kPoint) usleep(300);
+}
+
+// Each thread must see step 0, 1, 2, ... once each. All data but the pool's own are plain, so that
+// ThreadSanitizer sees an ordering that the pool fails to give.
+void check_steps(int num_threads, int spin_us, int num_steps) {
+  ThreadPool pool(num_threads, spin_us);
+  CHECK(pool.num_threads() == num_threads);
+  int published = -1;
+  struct alignas(64) Taken {
+    int last = -1, count = 0;
+  };
+  std::vector<Taken> taken(num_threads);
+  for (int step = 0; step < num_steps; ++step) {
+    published = step;
+    pool.run([&](int thread) {
+      CHECK(taken[thread].last == published - 1);
+      taken[thread].last = published;
+      ++taken[thread].count;
+    });
+    for (int thread = 0; thread < num_threads; ++thread) CHECK(taken[thread].count == step + 1);
+  }
+}
+
+// What every thread writes before a barrier, every thread reads after it; three times a step, the last write
+// racing with nothing only if the barriers hold.
+void check_barriers(int num_threads, int spin_us, int num_steps) {
+  ThreadPool pool(num_threads, spin_us);
+  std::vector<int64_t> values(num_threads);
+  for (int step = 0; step < num_steps; ++step) {
+    pool.run([&](int thread) {
+      for (int round = 0; round < 3; ++round) {
+        values[thread] = static_cast<int64_t>(step) * 10 + round + thread;
+        pool.barrier();
+        int64_t sum = 0;
+        for (int64_t value : values) sum += value;
+        const int64_t n = num_threads;
+        CHECK(sum == n * (static_cast<int64_t>(step) * 10 + round) + n * (n - 1) / 2);
+        pool.barrier();
+      }
+    });
+  }
+}
+
+void test_with_delays() {
+  using Point = ThreadPool::DelayPoint;
+  const ThreadPool::DelayHook hooks[] = {nullptr,
+                                         &random_delay,
+                                         &delay_at<Point::kBeforeTakingStep>,
+                                         &delay_at<Point::kBeforeFinishing>,
+                                         &delay_at<Point::kAfterFinishing>,
+                                         &delay_at<Point::kBeforeBarrier>,
+                                         &delay_at<Point::kAfterBarrier>};
+  for (auto hook : hooks) {
+    ThreadPool::set_delay_hook(hook);
+    for (int num_threads : {1, 2, 3, 8}) {
+      for (int spin_us : {0, 20, 2000}) {
+        check_steps(num_threads, spin_us, 30);
+        check_barriers(num_threads, spin_us, 8);
+      }
+    }
+  }
+  ThreadPool::set_delay_hook(nullptr);
+}
+
+void test_more_threads_than_cores() {
+  check_steps(64, 0, 50);
+  check_barriers(64, 0, 20);
+  check_steps(32, 50, 20);
+}
+
+std::string message_of(ThreadPool& pool, const std::function<void(int)>& work) {
+  try {
+    pool.run(work);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "none";
+}
+
+void check_exceptions(int spin_us) {
+  ThreadPool pool(4, spin_us);
+  for (int thrower = 0; thrower < 4; ++thrower) {
+    const auto throw_in = [thrower](int thread) {
+      if (thread == thrower) throw std::runtime_error("thread " + std::to_string(thread));
+    };
+    const std::string expected = "thread " + std::to_string(thrower);
+    CHECK(message_of(pool, throw_in) == expected);
+    // The others wait at a barrier that the thrower never reaches.
+    std::atomic<int> passed{0};
+    CHECK(message_of(pool, [&](int thread) {
+            throw_in(thread);
+            pool.barrier();
+            ++passed;
+          }) == expected);
+    CHECK(passed == 0);
+    // The thrower leaves between two barriers.
+    CHECK(message_of(pool, [&](int thread) {
+            pool.barrier();
+            throw_in(thread);
+            pool.barrier();
+            ++passed;
+          }) == expected);
+    CHECK(passed == 0);
+    CHECK(message_of(pool, [](int thread) {
+            throw std::runtime_error("thread " + std::to_string(thread));
+          }) == "thread 0");
+    // And the pool is as good as new.
+    std::atomic<int> ran{0};
+    CHECK(message_of(pool, [&](int) {
+            pool.barrier();
+            ++ran;
+          }) == "none");
+    CHECK(ran == 4);
+  }
+}
+
+void test_exceptions() {
+  for (auto hook : {static_cast<ThreadPool::DelayHook>(nullptr), &random_delay}) {
+    ThreadPool::set_delay_hook(hook);
+    for (int repeat = 0; repeat < 20; ++repeat) {
+      check_exceptions(0);
+      check_exceptions(100);
+    }
+  }
+  ThreadPool::set_delay_hook(nullptr);
+}
+
+void test_run_inside_run_is_refused() {
+  ThreadPool pool(2, 0);
+  const std::string message = message_of(pool, [&](int thread) {
+    if (thread == 0) pool.run([](int) {});
+  });
+  CHECK(message.find("one caller at a time") != std::string::npos);
+  CHECK(message_of(pool, [](int) {}) == "none");
+}
+
+void test_arguments() {
+  for (int num_threads : {0, -1, 1025}) {
+    bool refused = false;
+    try {
+      ThreadPool pool(num_threads, 0);
+    } catch (const std::invalid_argument&) {
+      refused = true;
+    }
+    CHECK(refused);
+  }
+}
+
+void test_pools_come_and_go() {
+  for (int i = 0; i < 200; ++i) {
+    ThreadPool pool(1 + i % 5, i % 3 * 30);
+    if (i % 2 == 0) pool.run([](int) {});
+  }
+}
+
+double cpu_seconds() {
+  timespec time{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+// Idle threads sleep once their spin is over: they use no CPU time, however long the pool is idle.
+void test_idle_threads_sleep() {
+  for (int spin_us : {0, 1000}) {
+    ThreadPool pool(4, spin_us);
+    pool.run([](int) {});
+    usleep(100'000);
+    const double before = cpu_seconds();
+    usleep(300'000);
+    CHECK(cpu_seconds() - before < 0.006);  // 2 % of one core
+  }
+}
+
+}  // namespace
+
+int main() {
+  test_with_delays();
+  test_more_threads_than_cores();
+  test_exceptions();
+  test_run_inside_run_is_refused();
+  test_arguments();
+  test_pools_come_and_go();
+  test_idle_threads_sleep();
+  return duck::test::report();
+}
