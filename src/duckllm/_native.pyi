@@ -2,14 +2,13 @@
 Native parts of duck-llm: expert kernels, wire format, transport and the worker's step loop.
 """
 
-from collections.abc import Sequence
 import enum
+from collections.abc import Sequence
 from typing import Annotated
 
 import numpy
 import numpy.typing
 from numpy.typing import NDArray
-
 
 def select_isa() -> str:
     """
@@ -36,7 +35,15 @@ def count_nan_e4m3(bytes: numpy.typing.NDArray[numpy.uint8]) -> int:
         bytes: any, uint8, contiguous
     """
 
-def pack_expert_units(gate: numpy.typing.NDArray[numpy.uint8], up: numpy.typing.NDArray[numpy.uint8], down: numpy.typing.NDArray[numpy.uint8], gate_scale: numpy.typing.NDArray[numpy.float32], up_scale: numpy.typing.NDArray[numpy.float32], down_scale: numpy.typing.NDArray[numpy.float32], out: numpy.typing.NDArray[numpy.uint8] | None = None) -> numpy.typing.NDArray[numpy.uint8]:
+def pack_expert_units(
+    gate: numpy.typing.NDArray[numpy.uint8],
+    up: numpy.typing.NDArray[numpy.uint8],
+    down: numpy.typing.NDArray[numpy.uint8],
+    gate_scale: numpy.typing.NDArray[numpy.float32],
+    up_scale: numpy.typing.NDArray[numpy.float32],
+    down_scale: numpy.typing.NDArray[numpy.float32],
+    out: numpy.typing.NDArray[numpy.uint8] | None = None,
+) -> numpy.typing.NDArray[numpy.uint8]:
     """
     Packs one e4m3 expert into fp9 units.
 
@@ -52,7 +59,9 @@ def pack_expert_units(gate: numpy.typing.NDArray[numpy.uint8], up: numpy.typing.
         duckllm.weights.fp9, byte for byte
     """
 
-def quantize_e4m3_blocks(weights: numpy.typing.NDArray[numpy.float32]) -> tuple[numpy.typing.NDArray[numpy.uint8], numpy.typing.NDArray[numpy.float32]]:
+def quantize_e4m3_blocks(
+    weights: numpy.typing.NDArray[numpy.float32],
+) -> tuple[numpy.typing.NDArray[numpy.uint8], numpy.typing.NDArray[numpy.float32]]:
     """
     Quantises f32 weights to e4m3 with one scale, amax / 448, per 128x128 block.
 
@@ -74,9 +83,28 @@ class Experts:
     the valid ranges; a row's result depends neither on the other rows nor on the threads.
     """
 
-    def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, first_stripe: int, num_stripes: int, max_tokens: int, num_threads: int, spin_us: int, isa: str = 'auto') -> None: ...
-
-    def run(self, units: numpy.typing.NDArray[numpy.uint8], x: numpy.typing.NDArray[numpy.float32] | numpy.typing.NDArray[numpy.uint16], topk_ids: numpy.typing.NDArray[numpy.int32], topk_weights: numpy.typing.NDArray[numpy.float32], units_first_stripe: int = 0, out: numpy.typing.NDArray[numpy.float32] | None = None) -> numpy.typing.NDArray[numpy.float32]:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        first_stripe: int,
+        num_stripes: int,
+        max_tokens: int,
+        num_threads: int,
+        spin_us: int,
+        isa: str = "auto",
+    ) -> None: ...
+    def run(
+        self,
+        units: numpy.typing.NDArray[numpy.uint8],
+        x: numpy.typing.NDArray[numpy.float32] | numpy.typing.NDArray[numpy.uint16],
+        topk_ids: numpy.typing.NDArray[numpy.int32],
+        topk_weights: numpy.typing.NDArray[numpy.float32],
+        units_first_stripe: int = 0,
+        out: numpy.typing.NDArray[numpy.float32] | None = None,
+    ) -> numpy.typing.NDArray[numpy.float32]:
         """
         The weighted sum of the rows' experts, restricted to the slice: partial sums [T, H] f32.
 
@@ -98,7 +126,6 @@ class Experts:
 
     @property
     def isa(self) -> str: ...
-
     @property
     def num_threads(self) -> int: ...
 
@@ -172,13 +199,17 @@ def encode_frame_header(type: FrameType, payload_bytes: int, sequence: int = 0) 
 def decode_frame_header(data: bytes) -> tuple[FrameType, int, int]:
     """(type, payload_bytes, sequence); raises WireError."""
 
-def encode_step_request_header(layer: int, num_tokens: int, top_k: int, lane: int = 0, x_bf16: bool = False, reply_bf16: bool = False) -> bytes:
+def encode_step_request_header(
+    layer: int, num_tokens: int, top_k: int, lane: int = 0, x_bf16: bool = False, reply_bf16: bool = False
+) -> bytes:
     """The first 16 payload bytes of a STEP_REQUEST."""
 
 def decode_step_reply_header(data: bytes) -> tuple[int, int, int, int, bool]:
     """(layer, num_tokens, compute_us, lane, reply_bf16); raises WireError."""
 
-def encode_step_reply_header(layer: int, num_tokens: int, compute_us: int = 0, lane: int = 0, reply_bf16: bool = False) -> bytes:
+def encode_step_reply_header(
+    layer: int, num_tokens: int, compute_us: int = 0, lane: int = 0, reply_bf16: bool = False
+) -> bytes:
     """The first 16 payload bytes of a STEP_REPLY."""
 
 def encode_error_frame(code: ErrorCode, text: str) -> bytes:
@@ -201,14 +232,41 @@ class TransportError(RuntimeError):
 class Transport:
     """Steps to every worker, partial sums back, added in worker order."""
 
-    def __init__(self, sockets: Sequence[int], *, hidden_size: int, top_k: int, max_step_tokens: int, x_bf16: bool = False, reply_bf16: bool = False, step_timeout_ms: int = 30000, spin_us: int = 0) -> None: ...
-
-    def submit(self, layer: int, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], topk_ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], topk_weights: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], lane: int = 0) -> int:
+    def __init__(
+        self,
+        sockets: Sequence[int],
+        *,
+        hidden_size: int,
+        top_k: int,
+        max_step_tokens: int,
+        x_bf16: bool = False,
+        reply_bf16: bool = False,
+        step_timeout_ms: int = 30000,
+        spin_us: int = 0,
+    ) -> None: ...
+    def submit(
+        self,
+        layer: int,
+        x: Annotated[
+            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
+        ],
+        topk_ids: Annotated[
+            NDArray[numpy.int32], dict(shape=(None, None), order="C", device="cpu", writable=False)
+        ],
+        topk_weights: Annotated[
+            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
+        ],
+        lane: int = 0,
+    ) -> int:
         """
         Sends x [T, H] f32, topk_ids [T, K] i32, topk_weights [T, K] f32 to every worker; returns a ticket.
         """
 
-    def wait(self, ticket: int, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')]) -> None:
+    def wait(
+        self,
+        ticket: int,
+        out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu")],
+    ) -> None:
         """Writes the sum of the workers' replies into out [T, H] f32."""
 
     def ticket_tokens(self, ticket: int) -> int:
@@ -218,16 +276,33 @@ class Transport:
         """Each worker's own time for the step last waited for, microseconds."""
 
     def close(self) -> None: ...
-
     @property
     def closed(self) -> bool: ...
 
 class StepServer:
     """The experts of a slice behind one connection at a time."""
 
-    def __init__(self, *, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, first_stripe: int, num_stripes: int, max_step_tokens: int, num_threads: int, spin_us: int = 0, frame_timeout_ms: int = 30000, send_timeout_ms: int = 60000, isa: str = 'auto') -> None: ...
-
-    def add_layer(self, layer: int, units: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None), device='cpu', writable=False)]) -> None:
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        first_stripe: int,
+        num_stripes: int,
+        max_step_tokens: int,
+        num_threads: int,
+        spin_us: int = 0,
+        frame_timeout_ms: int = 30000,
+        send_timeout_ms: int = 60000,
+        isa: str = "auto",
+    ) -> None: ...
+    def add_layer(
+        self,
+        layer: int,
+        units: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None), device="cpu", writable=False)],
+    ) -> None:
         """
         Takes the slice's units [E, S, unit_bytes] u8 of a layer; kept alive, not copied.
         """
