@@ -1,0 +1,96 @@
+"""The indexer of DeepSeek sparse attention (DSA): which earlier tokens a token attends to.
+
+Called by :mod:`duckllm.layers.mla`. Each token's score for an earlier one is
+``sum over heads of weight_h * relu(q_h . k / sqrt(D))``; the ``index_topk`` best are attended to. While the
+context is no longer than ``index_topk`` every token is, and no score is computed.
+
+The published model rotates queries and keys by a Hadamard matrix before it rounds them to FP8. That matrix is
+orthogonal, so it leaves every product as it was; without the rounding it has no effect and is left out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from duckllm.layers.linear import Linear, load_tensor
+from duckllm.layers.rope import rotate_half_split
+
+if TYPE_CHECKING:
+    from duckllm.weights.host_tensors import HostTensors
+
+KEY_NORM_EPS = 1e-6
+
+
+def select_topk(scores: torch.Tensor, topk: int) -> torch.Tensor:
+    """True at the ``topk`` largest scores of each row; among equal scores the lowest positions win.
+
+    Shapes:
+        scores: [T, S] with S > topk; result: [T, S] bool, exactly ``topk`` True in a row
+
+    Reference:
+        A stable descending sort, of which this is the linear-time form.
+    """
+    threshold = scores.topk(topk, dim=-1).values[:, -1:]
+    above = scores > threshold
+    at = scores == threshold
+    room = topk - above.sum(dim=-1, keepdim=True)
+    return above | (at & (at.cumsum(dim=-1) <= room))
+
+
+class Indexer:
+    """Scores earlier tokens and selects those that a token attends to."""
+
+    def __init__(
+        self,
+        tensors: HostTensors,
+        prefix: str,
+        *,
+        hidden_size: int,
+        q_lora_rank: int,
+        num_heads: int,
+        head_dim: int,
+        rope_dim: int,
+        topk: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.num_heads, self.head_dim, self.rope_dim, self.topk = num_heads, head_dim, rope_dim, topk
+        self.query = Linear.load(tensors, f"{prefix}.wq_b", num_heads * head_dim, q_lora_rank, dtype)
+        self.key = Linear.load(tensors, f"{prefix}.wk", head_dim, hidden_size, dtype)
+        self.key_norm_weight = load_tensor(tensors, f"{prefix}.k_norm.weight", (head_dim,), dtype)
+        self.key_norm_bias = load_tensor(tensors, f"{prefix}.k_norm.bias", (head_dim,), dtype)
+        head_weights = Linear.load(tensors, f"{prefix}.weights_proj", num_heads, hidden_size, dtype)
+        # Both constant factors of the score are positive, so they pass through the ReLU into the weights.
+        self.head_weights = Linear(head_weights.weight * (num_heads**-0.5 * head_dim**-0.5))
+
+    def keys(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """The index keys of these tokens, to be cached.
+
+        Shapes:
+            x: [T, H]; cos, sin: [T, rope / 2]; result: [T, D]
+        """
+        k = F.layer_norm(
+            self.key(x), (self.head_dim,), self.key_norm_weight, self.key_norm_bias, KEY_NORM_EPS
+        )
+        return torch.cat((rotate_half_split(k[:, : self.rope_dim], cos, sin), k[:, self.rope_dim :]), dim=-1)
+
+    def scores(
+        self,
+        x: torch.Tensor,
+        q_latent: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        keys: torch.Tensor,
+    ) -> torch.Tensor:
+        """Each token's score for every cached token, later ones included.
+
+        Shapes:
+            x: [T, H]; q_latent: [T, q_lora_rank]; cos, sin: [T, rope / 2]; keys: [S, D]; result: [T, S]
+        """
+        q = self.query(q_latent).view(-1, self.num_heads, self.head_dim)
+        rotated = rotate_half_split(q[..., : self.rope_dim], cos[:, None], sin[:, None])
+        q = torch.cat((rotated, q[..., self.rope_dim :]), dim=-1)
+        products = torch.relu_(q.view(-1, self.head_dim) @ keys.T).view(-1, self.num_heads, keys.shape[0])
+        return torch.bmm(self.head_weights(x)[:, None, :], products)[:, 0]

@@ -1,0 +1,189 @@
+"""Multi-head latent attention (MLA) with sparse attention, in the absorbed form.
+
+Called by the models. A cached token is one latent vector and one rotated key that all heads share. The absorbed
+form multiplies queries by the key up-projection, and attention's result by the value up-projection, so that
+keys and values are never expanded: attention runs over the cached latents as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from duckllm.layers.indexer import Indexer, select_topk
+from duckllm.layers.linear import Linear
+from duckllm.layers.norm import RMSNorm
+from duckllm.layers.rope import rotate_interleaved
+
+if TYPE_CHECKING:
+    from duckllm.weights.host_tensors import HostTensors
+
+LATENT_NORM_EPS = 1e-6
+# Most attention scores of one kind held at once, in elements.
+SCORE_BLOCK_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True)
+class LatentCache:
+    """What attention keeps of the tokens it has seen, allocated once.
+
+    Shapes:
+        latents: [L, max_tokens, kv_lora_rank + rope]; index_keys: [L, max_tokens, index_head_dim]
+    """
+
+    latents: torch.Tensor
+    index_keys: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls, num_layers: int, max_tokens: int, latent_dim: int, index_dim: int, dtype: torch.dtype
+    ) -> LatentCache:
+        """An empty cache; memory is taken by the system only as it is written."""
+        return cls(
+            torch.empty(num_layers, max_tokens, latent_dim, dtype=dtype),
+            torch.empty(num_layers, max_tokens, index_dim, dtype=dtype),
+        )
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens that the cache holds."""
+        return self.latents.shape[1]
+
+
+@dataclass(frozen=True)
+class MLAShape:
+    """Sizes of one attention layer; ``scaling`` is the factor on query-key products."""
+
+    hidden_size: int
+    num_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    scaling: float
+    attention_bias: bool
+    index_num_heads: int
+    index_head_dim: int
+    index_topk: int
+
+
+class MLAttention:
+    """One attention layer.
+
+    Reference:
+        ``DeepseekV32Attention`` of transformers (expanded keys and values, masks); tests/parity, 2e-3 on logits.
+    """
+
+    def __init__(self, tensors: HostTensors, prefix: str, shape: MLAShape, dtype: torch.dtype) -> None:
+        s = self.shape = shape
+        query_dim = s.qk_nope_head_dim + s.qk_rope_head_dim
+        latent_dim = s.kv_lora_rank + s.qk_rope_head_dim
+        bias = s.attention_bias
+        self.q_a = Linear.load(tensors, f"{prefix}.q_a_proj", s.q_lora_rank, s.hidden_size, dtype, bias)
+        self.q_a_norm = RMSNorm(tensors, f"{prefix}.q_a_layernorm", s.q_lora_rank, LATENT_NORM_EPS)
+        self.q_b = Linear.load(tensors, f"{prefix}.q_b_proj", s.num_heads * query_dim, s.q_lora_rank, dtype)
+        self.kv_a = Linear.load(
+            tensors, f"{prefix}.kv_a_proj_with_mqa", latent_dim, s.hidden_size, dtype, bias
+        )
+        self.kv_a_norm = RMSNorm(tensors, f"{prefix}.kv_a_layernorm", s.kv_lora_rank, LATENT_NORM_EPS)
+        self.o = Linear.load(
+            tensors, f"{prefix}.o_proj", s.hidden_size, s.num_heads * s.v_head_dim, dtype, bias
+        )
+        kv_b = Linear.load(
+            tensors,
+            f"{prefix}.kv_b_proj",
+            s.num_heads * (s.qk_nope_head_dim + s.v_head_dim),
+            s.kv_lora_rank,
+            dtype,
+        ).weight.view(s.num_heads, s.qk_nope_head_dim + s.v_head_dim, s.kv_lora_rank)
+        # The scale of query-key products goes into the projection of the part without position, and into the
+        # rotated part of each query at run time.
+        self.key_up = (kv_b[:, : s.qk_nope_head_dim] * s.scaling).contiguous()  # [heads, nope, kv_lora]
+        self.value_up = kv_b[:, s.qk_nope_head_dim :].transpose(1, 2).contiguous()  # [heads, kv_lora, v]
+        self.indexer = Indexer(
+            tensors,
+            f"{prefix}.indexer",
+            hidden_size=s.hidden_size,
+            q_lora_rank=s.q_lora_rank,
+            num_heads=s.index_num_heads,
+            head_dim=s.index_head_dim,
+            rope_dim=s.qk_rope_head_dim,
+            topk=s.index_topk,
+            dtype=dtype,
+        )
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        latents: torch.Tensor,
+        index_keys: torch.Tensor,
+        start: int,
+    ) -> torch.Tensor:
+        """Attention's output for the tokens at positions [start, start + T), which are added to the cache.
+
+        Shapes:
+            x: [T, H]; cos, sin: [T, rope / 2]; latents, index_keys: this layer's part of the cache;
+            result: [T, H]
+        """
+        s = self.shape
+        num_tokens = x.shape[0]
+        end = start + num_tokens
+
+        kv = self.kv_a(x)
+        latents[start:end, : s.kv_lora_rank] = self.kv_a_norm(kv[:, : s.kv_lora_rank])
+        latents[start:end, s.kv_lora_rank :] = rotate_interleaved(kv[:, s.kv_lora_rank :], cos, sin)
+        index_keys[start:end] = self.indexer.keys(x, cos, sin)
+
+        q_latent = self.q_a_norm(self.q_a(x))
+        q = self.q_b(q_latent).view(num_tokens, s.num_heads, -1)
+        q_nope, q_rope = q[..., : s.qk_nope_head_dim], q[..., s.qk_nope_head_dim :]
+        absorbed = torch.bmm(q_nope.transpose(0, 1), self.key_up).transpose(0, 1)
+        rotated = rotate_interleaved(q_rope, cos[:, None] * s.scaling, sin[:, None] * s.scaling)
+        q = torch.cat((absorbed, rotated), dim=-1)  # [T, heads, kv_lora + rope]
+
+        # Rows of a long prompt are taken in blocks, so that the scores in memory are bounded.
+        block = max(1, SCORE_BLOCK_ELEMENTS // (max(s.num_heads, s.index_num_heads) * end))
+        attended = []
+        for first in range(0, num_tokens, block):
+            rows = slice(first, min(first + block, num_tokens))
+            visible = start + rows.stop
+            index_scores = None
+            if visible > s.index_topk:
+                index_scores = self.indexer.scores(
+                    x[rows], q_latent[rows], cos[rows], sin[rows], index_keys[:visible]
+                )
+            attended.append(self._attend(q[rows], latents[:visible], index_scores))
+        context = attended[0] if len(attended) == 1 else torch.cat(attended)  # [T, heads, kv_lora]
+        values = torch.bmm(context.transpose(0, 1), self.value_up).transpose(0, 1)
+        return self.o(values.reshape(num_tokens, s.num_heads * s.v_head_dim))
+
+    def _attend(
+        self, q: torch.Tensor, latents: torch.Tensor, index_scores: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Softmax attention of consecutive queries, of which the last one belongs to the last latent.
+
+        Shapes:
+            q: [T, heads, D]; latents: [S, D]; index_scores: [T, S], None to attend to all; result: [T, heads, kv_lora]
+        """
+        num_tokens, num_heads, dim = q.shape
+        mask = None
+        if num_tokens > 1:
+            num_visible = latents.shape[0]
+            positions = torch.arange(num_visible - num_tokens, num_visible)[:, None]
+            mask = torch.arange(num_visible) <= positions
+            if index_scores is not None:
+                mask &= select_topk(index_scores.masked_fill(~mask, -torch.inf), self.shape.index_topk)
+        elif index_scores is not None:
+            selected = select_topk(index_scores, self.shape.index_topk)[0].nonzero()[:, 0]
+            latents = latents.index_select(0, selected)
+        scores = (q.reshape(-1, dim) @ latents.T).view(num_tokens, num_heads, -1)
+        if mask is not None:
+            scores.masked_fill_(~mask[:, None, :], -torch.inf)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+        attended = weights.view(num_tokens * num_heads, -1) @ latents[:, : self.shape.kv_lora_rank]
+        return attended.view(num_tokens, num_heads, -1)

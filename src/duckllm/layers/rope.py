@@ -1,0 +1,56 @@
+"""Rotary position embedding in the two layouts that the DeepSeek family uses.
+
+Called by the attention layers. MLA pairs neighbours, (x0, x1), (x2, x3), ...; the sparse-attention indexer
+pairs the halves, (x0, x[D/2]), (x1, x[D/2 + 1]), ... The same angles serve both.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class RotaryTable:
+    """Cosines and sines of every position, computed once.
+
+    Args:
+        inv_freq: Angle per position of each pair, radians.
+        attention_scaling: Factor on cosine and sine (YaRN's attention factor; 1 without scaling).
+        max_positions: Number of positions.
+
+    Shapes:
+        inv_freq: [D / 2] f32; cos, sin: [max_positions, D / 2] f32
+    """
+
+    def __init__(self, inv_freq: torch.Tensor, attention_scaling: float, max_positions: int) -> None:
+        angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq.float()
+        self.cos = angles.cos() * attention_scaling
+        self.sin = angles.sin() * attention_scaling
+
+    def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of cosines and sines at ``positions``: two [T, D / 2]."""
+        return self.cos[positions], self.sin[positions]
+
+
+def _rotate(a: torch.Tensor, b: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def rotate_interleaved(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """``x`` with neighbouring pairs rotated; the results of first elements come first, then of second ones.
+
+    That order is a permutation which queries and keys share, so their products do not see it.
+
+    Shapes:
+        x: [..., D]; cos, sin: broadcastable to [..., D / 2]; result: [..., D]
+    """
+    return _rotate(x[..., 0::2], x[..., 1::2], cos, sin)
+
+
+def rotate_half_split(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """``x`` with element i of the first half rotated against element i of the second half.
+
+    Shapes:
+        x: [..., D]; cos, sin: broadcastable to [..., D / 2]; result: [..., D]
+    """
+    half = x.shape[-1] // 2
+    return _rotate(x[..., :half], x[..., half:], cos, sin)

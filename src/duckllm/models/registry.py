@@ -1,0 +1,56 @@
+"""The architectures that can be loaded, by the name that ``config.json`` gives them.
+
+Called by :mod:`duckllm.llm`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from duckllm.errors import CheckpointError, UnsupportedModelError
+from duckllm.models.deepseek_v32 import DeepseekV32Config, DeepseekV32ForCausalLM
+
+if TYPE_CHECKING:
+    from duckllm.moe.executor import ExpertExecutor
+    from duckllm.weights.host_tensors import HostTensors
+
+ARCHITECTURES = {"DeepseekV32ForCausalLM": (DeepseekV32Config, DeepseekV32ForCausalLM)}
+
+
+def architecture_of(folder: Path) -> str:
+    """The name of the supported architecture in a model folder's ``config.json``.
+
+    Raises:
+        CheckpointError: The file is missing, malformed or names no architecture.
+        UnsupportedModelError: The architecture is not implemented.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        names = json.loads(path.read_text(encoding="utf-8"))["architectures"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: cannot be read, or names no architecture: {error!r}") from error
+    for name in names if isinstance(names, list) else ():
+        if name in ARCHITECTURES:
+            return str(name)
+    raise UnsupportedModelError(
+        f"architectures: got {names!r}, expected one of {', '.join(sorted(ARCHITECTURES))}"
+    )
+
+
+def load_config(folder: Path) -> DeepseekV32Config:
+    """The checked configuration of a model folder. Raises as :func:`architecture_of` and the family's loader."""
+    return ARCHITECTURES[architecture_of(folder)][0].load(folder)
+
+
+def load_model(
+    folder: Path,
+    config: DeepseekV32Config,
+    tensors: HostTensors,
+    experts: ExpertExecutor,
+    *,
+    max_tokens: int,
+) -> DeepseekV32ForCausalLM:
+    """The host's part of the model in ``folder``, with its tensors loaded."""
+    return ARCHITECTURES[architecture_of(folder)][1](config, tensors, experts, max_tokens=max_tokens)

@@ -1,0 +1,37 @@
+"""What a model asks of its routed experts, whoever computes them.
+
+Implemented by :mod:`duckllm.moe.dispatch` (workers) and :mod:`duckllm.moe.local` (this process).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class PendingStep(Protocol):
+    """A step that has been submitted and not yet collected."""
+
+    def wait(self) -> torch.Tensor:
+        """The weighted sum over each token's experts, [T, H] f32.
+
+        Raises:
+            WorkerLostError: A worker went away, or did not answer in time.
+        """
+
+
+class ExpertExecutor(Protocol):
+    """Computes the routed experts of one layer for a batch of tokens."""
+
+    def submit(
+        self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> PendingStep:
+        """Starts a step and returns at once; the tensors must stay unchanged until it has been waited for.
+
+        Shapes:
+            x: [T, H] f32, contiguous; topk_ids: [T, K] int32; topk_weights: [T, K] f32
+        """
+
+    def drain(self) -> None:
+        """Waits for a step that was submitted and never waited for, and drops its result."""

@@ -1,0 +1,1 @@
+"""Helpers that several test folders share: random checkpoints, reference model, reference experts."""
