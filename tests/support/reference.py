@@ -2,9 +2,10 @@
 
 Independent of the package: it reads the checkpoint itself.
 
-The indexer's ReLU gives many earlier tokens a score of exactly zero, and where such a tie falls on the border of
-the selection torch.topk's choice is unspecified (it changes with the number of tokens in the call). The reference
-therefore runs with that choice fixed, among equal scores the lowest position; nothing else of it is changed.
+The indexer's ReLU gives many earlier tokens a score of exactly zero, and where such a tie falls on the border
+of the selection torch.topk's choice is unspecified (it changes with the number of tokens in the call). The
+reference therefore runs with that choice fixed, among equal scores the lowest position; nothing else of it is
+changed.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from support.checkpoints import dequantise
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+
+from support.checkpoints import dequantise
 
 
 def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:

@@ -62,6 +62,7 @@ class Linear:
         return cls(weight, load_tensor(tensors, f"{name}.bias", (out_features,), dtype) if bias else None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The product, with the bias added."""
         return F.linear(x, self.weight, self.bias)
 
 
@@ -84,5 +85,6 @@ class GatedMLP:
         self.down = Linear.load(tensors, f"{prefix}.down_proj", hidden_size, intermediate_size, dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The MLP's output, without the residual."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(F.silu(gate).mul_(up))

@@ -1,8 +1,8 @@
 """Multi-head latent attention (MLA) with sparse attention, in the absorbed form.
 
-Called by the models. A cached token is one latent vector and one rotated key that all heads share. The absorbed
-form multiplies queries by the key up-projection, and attention's result by the value up-projection, so that
-keys and values are never expanded: attention runs over the cached latents as they are.
+Called by the models. A cached token is one latent vector and one rotated key that all heads share. The
+absorbed form multiplies queries by the key up-projection, and attention's result by the value up-projection,
+so that keys and values are never expanded: attention runs over the cached latents as they are.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class MLAttention:
     """One attention layer.
 
     Reference:
-        ``DeepseekV32Attention`` of transformers (expanded keys and values, masks); tests/parity, 2e-3 on logits.
+        ``DeepseekV32Attention`` of transformers (expanded keys and values, masks); tests/parity, 2e-3 on the
+        logits.
     """
 
     def __init__(self, tensors: HostTensors, prefix: str, shape: MLAShape, dtype: torch.dtype) -> None:
@@ -168,7 +169,8 @@ class MLAttention:
         """Softmax attention of consecutive queries, of which the last one belongs to the last latent.
 
         Shapes:
-            q: [T, heads, D]; latents: [S, D]; index_scores: [T, S], None to attend to all; result: [T, heads, kv_lora]
+            q: [T, heads, D]; latents: [S, D]; index_scores: [T, S], None to attend to all;
+            result: [T, heads, kv_lora]
         """
         num_tokens, num_heads, dim = q.shape
         mask = None

@@ -25,4 +25,5 @@ class RMSNorm:
         self.weight = load_tensor(tensors, f"{name}.weight", (size,), torch.float32)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The normalised vectors, in the dtype of ``x``."""
         return F.rms_norm(x.float(), (self.size,), self.weight, self.eps).to(x.dtype)

@@ -1,7 +1,7 @@
 """DeepSeek-V3.2 on the host: everything of the model but the routed experts.
 
-Called by the engine, through :mod:`duckllm.models.registry`; calls the layers and an expert executor. Knows no
-worker, request or text. The multi-token-prediction layer of a checkpoint is not loaded.
+Called by the engine, through :mod:`duckllm.models.registry`; calls the layers and an expert executor. Knows
+no worker, request or text. The multi-token-prediction layer of a checkpoint is not loaded.
 """
 
 from __future__ import annotations
@@ -224,6 +224,7 @@ class MoEBlock:
             self.shared = GatedMLP(tensors, f"{prefix}.shared_experts", hidden_size, shared_size, dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The block's output for tokens [T, H], without the residual."""
         pending = self.experts.submit(self.layer, x.float(), *self.router(x))
         shared = self.shared(x) if self.shared is not None else None
         routed = pending.wait().to(x.dtype)
@@ -264,7 +265,8 @@ class DeepseekV32ForCausalLM:
         dtype: Of weights and activations; norms, routing, softmax and the sums of experts are float32 always.
 
     Reference:
-        ``DeepseekV32ForCausalLM`` of transformers in float32 with eager attention; tests/parity, 2e-3 on logits.
+        ``DeepseekV32ForCausalLM`` of transformers in float32 with eager attention; tests/parity, 2e-3 on the
+        logits.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ def architecture_of(folder: Path) -> str:
 
 
 def load_config(folder: Path) -> DeepseekV32Config:
-    """The checked configuration of a model folder. Raises as :func:`architecture_of` and the family's loader."""
+    """The checked configuration of a model folder; raises as :func:`architecture_of` and the family do."""
     return ARCHITECTURES[architecture_of(folder)][0].load(folder)
 
 

@@ -27,11 +27,10 @@ class ExpertExecutor(Protocol):
     def submit(
         self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> PendingStep:
-        """Starts a step and returns at once; the tensors must stay unchanged until it has been waited for.
+        """Starts a step. One that is never waited for does no harm: its result is dropped.
+
+        The tensors must stay unchanged until the step has been waited for.
 
         Shapes:
             x: [T, H] f32, contiguous; topk_ids: [T, K] int32; topk_weights: [T, K] f32
         """
-
-    def drain(self) -> None:
-        """Waits for a step that was submitted and never waited for, and drops its result."""

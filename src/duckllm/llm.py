@@ -1,0 +1,362 @@
+"""The Python face of duck-llm: prompts in, replies out, in the shape of vLLM's offline API.
+
+Called by users and by the command line. Puts the parts together: model folder, workers, host model, engine,
+tokenizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from duckllm.config import ClusterConfig, available_cores
+from duckllm.engine.engine import Engine
+from duckllm.engine.kv_cache import default_max_model_len
+from duckllm.engine.request import Request
+from duckllm.errors import ConfigError, RequestError
+from duckllm.models.deepseek_v32 import DeepseekV32Config
+from duckllm.models.registry import load_config, load_model
+from duckllm.moe.executor import ExpertExecutor
+from duckllm.outputs import CompletionOutput, RequestOutput, StreamOutput
+from duckllm.sampling_params import SamplingParams
+from duckllm.text import StreamingDetokenizer, Tokenizer
+from duckllm.weights.host_tensors import HostTensors
+from duckllm.weights.manifest import Manifest
+from duckllm.weights.resolve import resolve_model
+
+Prompt = str | Sequence[int]
+Conversation = Sequence[Mapping[str, str]]
+
+# Host weights a token reads, in elements, above which a second torch thread pays for its start.
+_ONE_THREAD_ELEMENTS = 30_000_000
+
+
+@dataclass(frozen=True)
+class ClusterInfo:
+    """What computes the experts.
+
+    Args:
+        num_workers: Workers; 0 when the experts run in this process.
+        weight_format: Format of the experts' weights.
+        isas: Instruction set of each worker, in worker order, or of this process.
+        addresses: Address of each worker, in worker order.
+        pids: Process id of each worker on its node, in worker order.
+    """
+
+    num_workers: int
+    weight_format: str
+    isas: tuple[str, ...]
+    addresses: tuple[str, ...] = ()
+    pids: tuple[int, ...] = ()
+
+
+class LLM:
+    """A model ready to answer, with its workers.
+
+    Args:
+        model: A converted model folder, a Hugging Face checkpoint folder (converted once, into the model cache),
+            or None for the demo model.
+        workers: A number of workers to start here, or the addresses of running ones (``"a:port,b:port"`` or a
+            list); 0 computes the experts in this process.
+        max_model_len: Most tokens of prompt and reply together; None for the model's longest context, or what
+            2 GiB of KV cache hold if that is less.
+        host_threads: Threads of the host's own layers; 0 decides by the model and the cores there are. It is
+            torch's setting, and so holds for the whole process.
+        **cluster_options: Any other field of :class:`duckllm.config.ClusterConfig`.
+
+    Raises:
+        ConfigError: A value is of the wrong kind or out of range.
+        ModelError: The model cannot be found or used.
+        ClusterError: The workers do not start or cannot be reached.
+        TypeError: An unknown argument, by name.
+
+    Threading:
+        One thread at a time. Several streams may be under way; they take turns.
+
+    Example:
+        >>> with LLM() as llm:
+        ...     print(llm.chat([{"role": "user", "content": "Is 1001 prime?"}])[0].outputs[0].text)
+        No, 1001 is not prime: 1001 = 7 x 11 x 13.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        workers: int | str | Sequence[str] = 2,
+        max_model_len: int | None = None,
+        host_threads: int = 0,
+        **cluster_options: Any,
+    ) -> None:
+        cluster_config = _cluster_config(workers, cluster_options)
+        in_process = workers == 0
+        _check_int("host_threads", host_threads, 0)
+        folder = resolve_model(model)
+        manifest = Manifest.load(folder)
+        config = load_config(folder)
+        self.max_model_len = _resolve_max_model_len(max_model_len, config)
+        self.tokenizer = Tokenizer(folder)
+        self.default_sampling_params = SamplingParams.from_generation_config(_generation_config(folder))
+        tensors = HostTensors(folder)
+        shares_cores = not in_process and not cluster_config.addresses
+        torch.set_num_threads(host_threads or _host_threads(tensors, shares_cores))
+        stack = ExitStack()
+        # Closes the workers when the object goes, and at the interpreter's exit, if nobody did before.
+        self._finalizer = weakref.finalize(self, stack.close)
+        try:
+            start = _local_experts if in_process else _start_workers
+            experts, self._cluster_info = start(stack, manifest, cluster_config)
+            host_model = load_model(folder, config, tensors, experts, max_tokens=self.max_model_len)
+        except BaseException:
+            self.close()
+            raise
+        self._engine = Engine(
+            host_model,
+            max_model_len=self.max_model_len,
+            max_step_tokens=cluster_config.max_step_tokens,
+            eos_token_ids=frozenset(self.tokenizer.eos_token_ids),
+        )
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the workers that were started here and the connections to others; harmless when repeated."""
+        self._finalizer()
+
+    def cluster_info(self) -> ClusterInfo:
+        """What computes the experts."""
+        return self._cluster_info
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """The replies to prompts, in their order.
+
+        Args:
+            prompts: A text, its token ids, or a list of these.
+            sampling_params: For all prompts, or one for each; None for the model's own defaults.
+
+        Raises:
+            RequestError: A prompt cannot be honoured, or the LLM is closed.
+            WorkerLostError: A worker went away, or did not answer in time.
+        """
+        items = _as_list(prompts)
+        params = self._params_for(items, sampling_params)
+        texts = [item if isinstance(item, str) else None for item in items]
+        token_ids = [self._encode(item) for item in items]
+        return self._run_all(texts, token_ids, params)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """The assistant's next message of each conversation.
+
+        Args:
+            messages: A conversation, ``[{"role": "user", "content": "..."}, ...]``, or a list of conversations.
+            sampling_params: For all conversations, or one for each; None for the model's own defaults.
+
+        Raises:
+            RequestError: A conversation cannot be honoured, or the LLM is closed.
+            WorkerLostError: A worker went away, or did not answer in time.
+        """
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise RequestError(f"messages: got {type(messages).__name__}, expected a list of messages")
+        one = len(messages) == 0 or isinstance(messages[0], Mapping)
+        conversations: list[Any] = [messages] if one else list(messages)
+        params = self._params_for(conversations, sampling_params)
+        token_ids = [self.tokenizer.apply_chat_template(conversation) for conversation in conversations]
+        return self._run_all([None] * len(token_ids), token_ids, params)
+
+    def stream(
+        self, prompt: Prompt | Conversation, sampling_params: SamplingParams | None = None
+    ) -> Iterator[StreamOutput]:
+        """A reply as it grows: one output a token, the last one with its ``finish_reason``.
+
+        The prompt is checked here and now; computing begins with the first output asked for.
+
+        Args:
+            prompt: A text, its token ids, or a conversation.
+            sampling_params: None for the model's own defaults.
+
+        Raises:
+            RequestError: The prompt cannot be honoured, or the LLM is closed.
+            WorkerLostError: A worker went away, or did not answer in time.
+        """
+        is_conversation = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        token_ids = self.tokenizer.apply_chat_template(prompt) if is_conversation else self._encode(prompt)  # type: ignore[arg-type]
+        [params] = self._params_for([prompt], sampling_params)
+        return self._stream(self._new_request(token_ids, params))
+
+    def _stream(self, request: Request) -> Iterator[StreamOutput]:
+        detokenizer = StreamingDetokenizer(self.tokenizer)
+        request.start_clock()
+        for token_id in self._engine.run(request):
+            text = "" if request.ends_reply(token_id) else detokenizer.push(token_id)
+            if request.finish_reason is not None:
+                text += detokenizer.flush()
+            yield StreamOutput(
+                request.request_id, text, (token_id,), request.finish_reason, request.metrics()
+            )
+            self._check_open()
+
+    def _run_all(
+        self,
+        texts: Sequence[str | None],
+        token_ids: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+    ) -> list[RequestOutput]:
+        # Every prompt is checked before the first one is computed.
+        requests = [self._new_request(ids, each) for ids, each in zip(token_ids, params, strict=True)]
+        outputs = []
+        for prompt, request in zip(texts, requests, strict=True):
+            text = "".join(output.text for output in self._stream(request))
+            completion = CompletionOutput(0, text, request.output_token_ids, request.finish_reason)
+            outputs.append(
+                RequestOutput(
+                    request.request_id,
+                    prompt,
+                    request.prompt_token_ids,
+                    (completion,),
+                    True,
+                    request.metrics(),
+                )
+            )
+        return outputs
+
+    def _new_request(self, token_ids: Sequence[int], params: SamplingParams) -> Request:
+        self._check_open()
+        return self._engine.new_request(token_ids, params)
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise RequestError("this LLM is closed, expected one that is open")
+
+    def _encode(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if _is_token_ids(prompt):
+            return list(prompt)
+        raise RequestError(f"prompt: got {type(prompt).__name__}, expected text or a list of token ids")
+
+    def _params_for(
+        self,
+        prompts: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[SamplingParams]:
+        if sampling_params is None:
+            return [self.default_sampling_params] * len(prompts)
+        if isinstance(sampling_params, SamplingParams):
+            return [sampling_params] * len(prompts)
+        given = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params]
+        for params in given:
+            if not isinstance(params, SamplingParams):
+                raise ConfigError("sampling_params", params, "SamplingParams, or a list of them")
+        if len(given) != len(prompts):
+            raise ConfigError(
+                "sampling_params", f"{len(given)} of them", f"one for each of {len(prompts)} prompts"
+            )
+        return given
+
+
+def _is_token_ids(prompt: object) -> bool:
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, (str, bytes))
+        and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
+    )
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    if isinstance(prompts, str) or (_is_token_ids(prompts) and len(prompts) > 0):
+        return [prompts]
+    if isinstance(prompts, Sequence) and not isinstance(prompts, bytes):
+        return list(prompts)
+    raise RequestError(f"prompts: got {type(prompts).__name__}, expected text, token ids, or a list of these")
+
+
+def _check_int(field: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(field, value, f"an integer of at least {least}")
+
+
+def _cluster_config(workers: Any, options: dict[str, Any]) -> ClusterConfig:
+    known = {field.name for field in dataclasses.fields(ClusterConfig)} - {"workers", "addresses"}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise TypeError(
+            f"LLM() got unexpected keyword arguments: {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+        )
+    if isinstance(workers, str):
+        workers = [address.strip() for address in workers.split(",")]
+    if isinstance(workers, Sequence):
+        addresses = tuple(workers)
+        if not addresses or not all(isinstance(address, str) and address for address in addresses):
+            raise ConfigError("workers", list(addresses), "at least one address, name:port")
+        return ClusterConfig(workers=len(addresses), addresses=addresses, **options)
+    _check_int("workers", workers, 0)
+    return ClusterConfig(workers=max(1, workers), **options)
+
+
+def _resolve_max_model_len(asked: int | None, config: DeepseekV32Config) -> int:
+    if asked is None:
+        return default_max_model_len(config)
+    _check_int("max_model_len", asked, 2)
+    if asked > config.max_position_embeddings:
+        raise ConfigError(
+            "max_model_len", asked, f"at most {config.max_position_embeddings}, the model's longest context"
+        )
+    return asked
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    path = folder / "generation_config.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _host_threads(tensors: HostTensors, shares_cores: bool) -> int:
+    """Threads for the host's layers; workers started here take turns with them on the same cores."""
+    num_elements = sum(
+        math.prod(tensors.shape(name)) for name in tensors.names() if "embed_tokens" not in name
+    )
+    if num_elements < _ONE_THREAD_ELEMENTS:
+        return 1
+    return max(1, available_cores() // 2 if shares_cores else available_cores())
+
+
+def _local_experts(
+    stack: ExitStack, manifest: Manifest, config: ClusterConfig
+) -> tuple[ExpertExecutor, ClusterInfo]:
+    from duckllm.moe.local import LocalExperts
+
+    experts = LocalExperts(
+        manifest,
+        max_step_tokens=config.max_step_tokens,
+        num_threads=config.threads_per_worker or available_cores(),
+    )
+    return experts, ClusterInfo(0, manifest.format, (experts.isa,))
+
+
+def _start_workers(
+    stack: ExitStack, manifest: Manifest, config: ClusterConfig
+) -> tuple[ExpertExecutor, ClusterInfo]:
+    raise RuntimeError

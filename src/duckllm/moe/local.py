@@ -1,0 +1,75 @@
+"""Routed experts in this process: the same native kernel that workers run, on whole experts.
+
+Called by the models through :class:`duckllm.moe.executor.ExpertExecutor`; the reference for remote experts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from duckllm import _native
+from duckllm.weights.manifest import Manifest
+from duckllm.weights.reader import ExpertFile
+
+
+class LocalExperts:
+    """The expert executor of a host without workers. Computes a step when it is waited for.
+
+    Args:
+        manifest: The converted model.
+        max_step_tokens: Most tokens in one step.
+        num_threads: Compute threads, this one included.
+        isa: Kernel to use; ``"auto"`` takes the best.
+
+    Raises:
+        CheckpointError: An expert file is missing or truncated.
+    """
+
+    def __init__(
+        self, manifest: Manifest, *, max_step_tokens: int = 256, num_threads: int = 1, isa: str = "auto"
+    ) -> None:
+        self._units = {layer: ExpertFile.open(manifest, layer).units for layer in manifest.expert_layers}
+        self._experts = _native.Experts(
+            manifest.hidden_size,
+            manifest.moe_intermediate_size,
+            manifest.num_experts,
+            manifest.num_experts_per_tok,
+            0,
+            manifest.num_stripes,
+            max_step_tokens,
+            num_threads,
+            0,
+            isa,
+        )
+
+    @property
+    def isa(self) -> str:
+        """The instruction set in use."""
+        return self._experts.isa
+
+    def submit(
+        self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> LocalStep:
+        """A step, not yet computed. Shapes as :class:`duckllm.moe.executor.ExpertExecutor`."""
+        return LocalStep(self._experts, self._units[layer], x.numpy(), topk_ids.numpy(), topk_weights.numpy())
+
+
+class LocalStep:
+    """A step that is computed in :meth:`wait`."""
+
+    def __init__(
+        self,
+        experts: _native.Experts,
+        units: npt.NDArray[np.uint8],
+        x: npt.NDArray[np.float32],
+        topk_ids: npt.NDArray[np.int32],
+        topk_weights: npt.NDArray[np.float32],
+    ) -> None:
+        self._experts, self._units = experts, units
+        self._rows = (x, topk_ids, topk_weights)
+
+    def wait(self) -> torch.Tensor:
+        """The weighted sum over each token's experts, [T, H] f32."""
+        return torch.from_numpy(self._experts.run(self._units, *self._rows))

@@ -1,0 +1,54 @@
+"""A converted model with native experts, and the comparison of its logits with reference ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from duckllm.engine.engine import Engine
+from duckllm.models.deepseek_v32 import DeepseekV32ForCausalLM
+from duckllm.models.registry import load_config, load_model
+from duckllm.moe.executor import ExpertExecutor
+from duckllm.moe.local import LocalExperts
+from duckllm.sampling_params import SamplingParams
+from duckllm.weights.host_tensors import HostTensors
+from duckllm.weights.manifest import Manifest
+
+TOLERANCE = 2e-3
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def build_model(
+    folder: Path, experts: ExpertExecutor | None = None, max_tokens: int = 512
+) -> DeepseekV32ForCausalLM:
+    """The host model of a converted folder; experts run in this process unless given."""
+    experts = experts or LocalExperts(Manifest.load(folder), max_step_tokens=max_tokens)
+    return load_model(folder, load_config(folder), HostTensors(folder), experts, max_tokens=max_tokens)
+
+
+def all_logits(model: DeepseekV32ForCausalLM, token_ids: list[int], step_tokens: int) -> torch.Tensor:
+    """Logits at every position, computed ``step_tokens`` at a time through the KV cache."""
+    cache = model.new_kv_cache(len(token_ids))
+    # Whatever is read before it is written shows.
+    cache.latents.fill_(torch.nan)
+    cache.index_keys.fill_(torch.nan)
+    tokens = torch.tensor(token_ids)
+    return torch.cat(
+        [
+            model.compute_logits(model.forward(tokens[start : start + step_tokens], start, cache))
+            for start in range(0, len(token_ids), step_tokens)
+        ]
+    )
+
+
+def difference(logits: torch.Tensor, reference: torch.Tensor) -> float:
+    """The largest absolute difference; the reference must be worth comparing with."""
+    assert logits.shape == reference.shape
+    assert reference.std() > 1, "logits near zero would agree with anything"
+    return float((logits - reference).abs().max())
+
+
+def greedy(engine: Engine, token_ids: list[int], num_tokens: int, *, ignore_eos: bool = True) -> list[int]:
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=ignore_eos)
+    return list(engine.run(engine.new_request(token_ids, params)))
