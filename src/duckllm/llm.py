@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from duckllm.cluster import open_cluster
 from duckllm.config import ClusterConfig, available_cores
 from duckllm.engine.engine import Engine
 from duckllm.engine.kv_cache import default_max_model_len
@@ -26,10 +27,14 @@ from duckllm.engine.request import Request
 from duckllm.errors import ConfigError, RequestError
 from duckllm.models.deepseek_v32 import DeepseekV32Config
 from duckllm.models.registry import load_config, load_model
+from duckllm.moe.dispatch import RemoteExperts
 from duckllm.moe.executor import ExpertExecutor
+from duckllm.moe.local import LocalExperts
+from duckllm.moe.placement import plan_workers
 from duckllm.outputs import CompletionOutput, RequestOutput, StreamOutput
 from duckllm.sampling_params import SamplingParams
 from duckllm.text import StreamingDetokenizer, Tokenizer
+from duckllm.transport.transport import Transport
 from duckllm.weights.host_tensors import HostTensors
 from duckllm.weights.manifest import Manifest
 from duckllm.weights.resolve import resolve_model
@@ -64,8 +69,8 @@ class LLM:
     """A model ready to answer, with its workers.
 
     Args:
-        model: A converted model folder, a Hugging Face checkpoint folder (converted once, into the model cache),
-            or None for the demo model.
+        model: A converted model folder, a Hugging Face checkpoint folder (converted once, into the model
+            cache), or None for the demo model.
         workers: A number of workers to start here, or the addresses of running ones (``"a:port,b:port"`` or a
             list); 0 computes the experts in this process.
         max_model_len: Most tokens of prompt and reply together; None for the model's longest context, or what
@@ -172,7 +177,7 @@ class LLM:
         """The assistant's next message of each conversation.
 
         Args:
-            messages: A conversation, ``[{"role": "user", "content": "..."}, ...]``, or a list of conversations.
+            messages: A conversation, ``[{"role": "user", "content": "..."}, ...]``, or a list of them.
             sampling_params: For all conversations, or one for each; None for the model's own defaults.
 
         Raises:
@@ -346,8 +351,6 @@ def _host_threads(tensors: HostTensors, shares_cores: bool) -> int:
 def _local_experts(
     stack: ExitStack, manifest: Manifest, config: ClusterConfig
 ) -> tuple[ExpertExecutor, ClusterInfo]:
-    from duckllm.moe.local import LocalExperts
-
     experts = LocalExperts(
         manifest,
         max_step_tokens=config.max_step_tokens,
@@ -359,4 +362,32 @@ def _local_experts(
 def _start_workers(
     stack: ExitStack, manifest: Manifest, config: ClusterConfig
 ) -> tuple[ExpertExecutor, ClusterInfo]:
-    raise RuntimeError
+    cluster = stack.enter_context(open_cluster(config))
+    plans = plan_workers(
+        manifest,
+        cluster.num_workers,
+        max_step_tokens=config.max_step_tokens,
+        wire_dtype=config.wire_dtype,
+        reply_dtype=config.reply_dtype,
+    )
+    transport = stack.enter_context(
+        Transport(
+            cluster.connect(plans),
+            manifest.hidden_size,
+            manifest.num_experts_per_tok,
+            max_step_tokens=config.max_step_tokens,
+            wire_dtype=config.wire_dtype,
+            reply_dtype=config.reply_dtype,
+            step_timeout_s=config.step_timeout_s,
+            spin_us=max(0, config.spin_us),
+        )
+    )
+    workers = cluster.workers
+    info = ClusterInfo(
+        len(workers),
+        manifest.format,
+        tuple(worker.isa for worker in workers),
+        tuple(worker.address for worker in workers),
+        tuple(worker.pid for worker in workers),
+    )
+    return RemoteExperts(transport), info

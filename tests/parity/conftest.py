@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import write_random_checkpoint
-from support.reference import load_reference, reference_logits
 from transformers import DeepseekV32ForCausalLM
 
 from duckllm.weights.convert import convert
+from support.checkpoints import write_random_checkpoint
+from support.reference import load_reference, reference_logits
 
 YARN = {
     "type": "yarn",

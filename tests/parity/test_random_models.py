@@ -6,9 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from parity.conftest import Case
-from support.models import TOLERANCE, all_logits, build_model, difference, greedy
-from support.reference import reference_logits
 
 from duckllm.engine.engine import Engine
 from duckllm.layers import indexer, mla
@@ -16,6 +13,9 @@ from duckllm.layers.rope import rotate_half_split, rotate_interleaved
 from duckllm.models import deepseek_v32
 from duckllm.models.deepseek_v32 import DeepseekV32ForCausalLM, MoEBlock
 from duckllm.moe.router import GroupLimitedRouter
+from parity.conftest import Case
+from support.models import TOLERANCE, all_logits, build_model, difference, greedy
+from support.reference import reference_logits
 
 
 def assert_parity(model: DeepseekV32ForCausalLM, case: Case, step_tokens: int) -> None:

@@ -14,8 +14,8 @@ from duckllm.sampling_params import SamplingParams
 class Request:
     """A prompt and the reply that grows behind it.
 
-    There is no prefill and no decode phase: a request has tokens, of which ``num_computed_tokens`` are in the KV
-    cache, and each step computes some of the rest.
+    There is no prefill and no decode phase: a request has tokens, of which ``num_computed_tokens`` are in the
+    KV cache, and each step computes some of the rest.
 
     Args:
         request_id: Unique name.
