@@ -43,11 +43,17 @@ Isa parse_isa(const std::string& name) {
   throw std::invalid_argument("isa: got '" + name + "', expected auto, scalar, avx2 or avx512");
 }
 
+// Refuses steps larger than a frame before the experts set memory aside for them.
+int checked_threads(const ExpertShape& shape, const StepLoopLimits& limits, int num_threads) {
+  max_request_frame_bytes(shape, limits.max_step_tokens);
+  return num_threads;
+}
+
 // Experts, their threads and the step loop, with the mapped weights of every layer.
 class StepServer {
  public:
   StepServer(const ExpertShape& shape, const StepLoopLimits& limits, int num_threads, const std::string& isa)
-      : pool_(num_threads, limits.spin_us),
+      : pool_(checked_threads(shape, limits, num_threads), limits.spin_us),
         experts_(shape, limits.max_step_tokens, parse_isa(isa), pool_),
         loop_(experts_, layers_, limits) {}
 

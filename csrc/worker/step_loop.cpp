@@ -42,23 +42,26 @@ void send_error(int fd, const WireError& error) {
 
 }  // namespace
 
+uint64_t max_request_frame_bytes(const ExpertShape& shape, uint32_t max_step_tokens) {
+  if (max_step_tokens < 1) throw std::invalid_argument("max_step_tokens: got 0, expected at least 1");
+  StepRequestHeader largest;
+  largest.num_tokens = max_step_tokens;
+  largest.top_k = static_cast<uint16_t>(std::min<uint32_t>(shape.top_k, UINT16_MAX));
+  const uint64_t payload_bytes = wire::step_request_bytes(largest, shape.hidden_size);
+  const uint64_t limit_bytes = wire::payload_limits(FrameType::kStepRequest).max_bytes;
+  if (payload_bytes > limit_bytes) {
+    throw std::invalid_argument("max_step_tokens: got " + std::to_string(max_step_tokens) + " (steps of " +
+                                std::to_string(payload_bytes) + " bytes), expected steps of at most " +
+                                std::to_string(limit_bytes) + " bytes");
+  }
+  return wire::kFrameHeaderBytes + payload_bytes;
+}
+
 StepLoop::StepLoop(Experts& experts, const std::unordered_map<uint32_t, LayerUnits>& layers,
                    const StepLoopLimits& limits)
     : experts_(experts), layers_(layers), limits_(limits), hidden_size_(experts.shape().hidden_size) {
-  if (limits.max_step_tokens < 1) throw std::invalid_argument("max_step_tokens: got 0, expected at least 1");
-  StepRequestHeader largest;
-  largest.num_tokens = limits.max_step_tokens;
-  largest.top_k = static_cast<uint16_t>(std::min<uint32_t>(experts.shape().top_k, UINT16_MAX));
-  const uint64_t payload_bytes = wire::step_request_bytes(largest, hidden_size_);
-  const uint64_t limit_bytes = wire::payload_limits(FrameType::kStepRequest).max_bytes;
-  if (payload_bytes > limit_bytes) {
-    throw std::invalid_argument("max_step_tokens: got " + std::to_string(limits.max_step_tokens) +
-                                " (steps of " + std::to_string(payload_bytes) +
-                                " bytes), expected steps of at most " + std::to_string(limit_bytes) +
-                                " bytes");
-  }
-  max_frame_bytes_ = wire::kFrameHeaderBytes + payload_bytes;
-  capacity_bytes_ = 2 * max_frame_bytes_;  // the next lane's request is read along with this one
+  // Twice the largest frame: the next lane's request is read along with this one.
+  capacity_bytes_ = 2 * max_request_frame_bytes(experts.shape(), limits.max_step_tokens);
   received_ = std::make_unique_for_overwrite<uint8_t[]>(capacity_bytes_);
   const size_t values = size_t{limits.max_step_tokens} * hidden_size_;
   sums_ = std::make_unique_for_overwrite<float[]>(values);

@@ -15,6 +15,7 @@
 
 namespace duck {
 
+// What a step loop may take and how long it waits.
 struct StepLoopLimits {
   uint32_t max_step_tokens = 0;
   int spin_us = 0;                    // how long to read without sleeping between steps
@@ -34,6 +35,10 @@ struct StepLoopEnd {
   std::string message;
   uint64_t steps_served = 0;
 };
+
+// The bytes of the largest step request frame. Throws std::invalid_argument where that is none, or more than
+// a frame may have: to be asked before memory is set aside for such steps.
+uint64_t max_request_frame_bytes(const ExpertShape& shape, uint32_t max_step_tokens);
 
 class StepLoop {
  public:
@@ -57,7 +62,6 @@ class StepLoop {
   const std::unordered_map<uint32_t, LayerUnits>& layers_;
   const StepLoopLimits limits_;
   const uint32_t hidden_size_;
-  uint64_t max_frame_bytes_ = 0;
   // Received bytes; the frame being served always begins at offset 0, so its ids and weights are aligned.
   std::unique_ptr<uint8_t[]> received_;
   size_t capacity_bytes_ = 0;
