@@ -74,7 +74,9 @@ class Connection:
                 raise AuthenticationError(
                     f"cluster_token: got none, expected one, as worker {address} is beyond loopback"
                 )
-            self._channel = ControlChannel(self._socket, us="this host", peer=f"worker {address}")
+            self._channel = ControlChannel(
+                self._socket, us="this host", peer=f"worker {address}", hears_errors=True
+            )
             self.info = self._guarded(lambda deadline: self._hello(token, deadline), timeout_s)
         except BaseException:
             self.close()

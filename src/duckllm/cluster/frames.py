@@ -68,10 +68,12 @@ class ControlChannel:
         connection: A connected socket; the channel does not close it.
         us: What this end is called in messages, ``"this host"`` or ``"this worker"``.
         peer: What the other end is called, ``"worker 127.0.0.1:7000"`` or ``"the host"``.
+        hears_errors: Whether the other end may send ERROR frames; a worker may, a host may not.
     """
 
-    def __init__(self, connection: socket.socket, *, us: str, peer: str) -> None:
+    def __init__(self, connection: socket.socket, *, us: str, peer: str, hears_errors: bool) -> None:
         self.connection, self.us, self.peer = connection, us, peer
+        self._hears_errors = hears_errors
 
     def send(self, kind: FrameType, payload: bytes = b"", *, deadline: float) -> None:
         """Sends one frame before ``deadline`` (time.monotonic() seconds)."""
@@ -113,10 +115,11 @@ class ControlChannel:
             kind, payload_bytes, _ = _native.decode_frame_header(header)
         except _native.WireError as error:
             raise self._wire_error(error, header) from None
-        if kind not in (expected, FrameType.ERROR):
+        is_error = kind == FrameType.ERROR and self._hears_errors
+        if kind != expected and not is_error:
             raise ProtocolError(f"frame type from {self.peer}: got {kind.name}, expected {expected.name}")
         payload = self._receive_bytes(payload_bytes, deadline, kind.name)
-        if kind == FrameType.ERROR and expected != FrameType.ERROR:
+        if is_error:
             raise self._reported_error(payload)
         return payload
 
@@ -137,9 +140,8 @@ class ControlChannel:
 
     def raise_reported_error(self, *, deadline: float) -> None:
         """Raises what the other end said before it closed; returns where it said nothing."""
-        with contextlib.suppress(OSError, ProtocolError):
-            payload = self.receive(FrameType.ERROR, deadline=deadline)
-            raise self._reported_error(payload)
+        with contextlib.suppress(OSError):
+            self.receive(FrameType.ERROR, deadline=deadline)
 
     def _receive_bytes(self, count: int, deadline: float, what: str) -> bytes:
         received = bytearray()

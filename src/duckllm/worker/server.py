@@ -27,6 +27,7 @@ from duckllm.worker.session import Sessions
 
 MAX_CONNECTIONS = 8
 STOP_TIMEOUT_S = 3.0
+_BACKLOG = 128  # connections wait here only until the main thread accepts or refuses them
 
 
 class WorkerServer:
@@ -185,7 +186,7 @@ def _listen(config: WorkerConfig) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(end)
-        listener.listen(MAX_CONNECTIONS)
+        listener.listen(_BACKLOG)
         listener.setblocking(False)
     except OSError as error:
         listener.close()

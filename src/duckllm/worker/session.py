@@ -55,7 +55,7 @@ class Sessions:
 
     def serve(self, connection: socket.socket, peer: str) -> None:
         """Serves one connection to its end; never raises. Does not close it."""
-        channel = ControlChannel(connection, us="this worker", peer="the host")
+        channel = ControlChannel(connection, us="this worker", peer="the host", hears_errors=False)
         try:
             plan = self._receive_plan(channel)
             if not self._active.acquire(timeout=BUSY_GRACE_S):

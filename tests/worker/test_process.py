@@ -1,0 +1,205 @@
+"""The worker as a process: start, refusals at the start, imports, and every way to stop it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from duckllm.cli.worker import worker as worker_command
+from duckllm.cluster.address import parse_address
+from duckllm.worker.__main__ import make_parser
+from duckllm.worker.config import WorkerConfig
+from worker_harness import (
+    WorkerProcess,
+    check_serves,
+    connect,
+    make_model,
+    plan_for,
+    raw_socket,
+    read_exactly,
+    running_worker,
+)
+
+
+def run_worker_process(*flags: str, **variables: str) -> tuple[int, str]:
+    """Exit status and standard error of a worker that should refuse to start."""
+    environment = {key: value for key, value in os.environ.items() if key != "DUCKLLM_CLUSTER_TOKEN"}
+    done = subprocess.run(
+        [sys.executable, "-m", "duckllm.worker", "--exit-with-stdin", *flags],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=environment | variables,
+        timeout=60,
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0"])
+def test_beyond_loopback_it_needs_a_token(listen: str) -> None:
+    status, errors = run_worker_process("--listen", listen)
+    assert status == 2
+    assert errors.strip() == (
+        f"error: cluster_token: got None, expected a token, as {listen} is beyond loopback "
+        "(--token-file FILE or $DUCKLLM_CLUSTER_TOKEN)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "sentence"),
+    [
+        (["--listen", "nonsense"], {}, "error: listen: got 'nonsense', expected name:port"),
+        (
+            ["--listen", "duck.invalid:1"],
+            {},
+            "error: listen: got 'duck.invalid:1', expected an address of this machine",
+        ),
+        (["--threads", "-1"], {}, "error: threads: got -1, expected 0"),
+        (["--spin-us", "-2"], {}, "error: spin_us: got -2"),
+        (["--frame-timeout-s", "0"], {}, "error: frame_timeout_s: got 0.0"),
+        (["--handshake-timeout-s", "nan"], {}, "error: handshake_timeout_s: got nan"),
+        (["--token-file", "/no/such/file"], {}, "error: token_file: got '/no/such/file'"),
+        (["--model", "/no/such/folder"], {}, "error: /no/such/folder: no such folder"),
+        (["--listen", "127.0.0.1:0"], {"DUCK_FORCE_ISA": "mmx"}, "error: DUCK_FORCE_ISA: got 'mmx'"),
+    ],
+)
+def test_a_refusal_is_one_sentence(flags: list[str], variables: dict[str, str], sentence: str) -> None:
+    status, errors = run_worker_process(*flags, **variables)
+    assert status in (1, 2)
+    assert errors.startswith(sentence)
+    assert errors.count("\n") == 1
+
+
+def test_a_taken_port(tmp_path: Path) -> None:
+    with running_worker(tmp_path) as worker:
+        status, errors = run_worker_process("--listen", str(worker.address))
+    assert status == 2
+    assert (
+        f"listen: got '{worker.address}', expected an address that can be bound (Address already in use)"
+        in errors
+    )
+
+
+def test_it_runs_without_torch(tmp_path: Path) -> None:
+    """After a whole session: no library of torch, triton or transformers is mapped, no such module loaded."""
+    manifest = make_model(tmp_path / "model")
+    with running_worker(tmp_path, PYTHONVERBOSE="1") as worker:
+        check_serves(worker, manifest)
+        mapped = Path(f"/proc/{worker.pid}/maps").read_text()
+        log = worker.log()
+    assert "_native" in mapped
+    assert "import 'duckllm.worker.session'" in log
+    for module in ("torch", "triton", "transformers", "safetensors", "typer"):
+        assert f"import '{module}" not in log
+        assert f"/{module}/" not in mapped
+
+
+def test_importing_the_hosts_side_needs_no_torch_and_does_nothing() -> None:
+    code = """
+import sys, threading
+import duckllm.cluster.local, duckllm.cluster.static, duckllm.transport.transport, duckllm.moe.placement
+import duckllm.worker.server, duckllm.cli.worker
+assert not {"torch", "triton", "transformers"} & sys.modules.keys()
+assert threading.active_count() == 1
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("in_session", [False, True])
+def test_a_signal_stops_it_politely(tmp_path: Path, number: signal.Signals, in_session: bool) -> None:
+    manifest = make_model(tmp_path / "model")
+    with running_worker(tmp_path) as worker, raw_socket(worker.address) as visitor:
+        connection = connect(worker.address, plan_for(manifest)[0]) if in_session else None
+        worker.process.send_signal(number)
+        assert worker.process.wait(20) == 0
+        assert read_exactly(visitor, 1) == b""
+        if connection is not None:
+            assert read_exactly(connection._socket, 1) == b""
+            connection.close()
+
+
+@pytest.mark.parametrize("in_session", [False, True])
+def test_the_end_of_its_input_stops_it(tmp_path: Path, in_session: bool) -> None:
+    manifest = make_model(tmp_path / "model")
+    with running_worker(tmp_path) as worker:
+        connection = connect(worker.address, plan_for(manifest)[0]) if in_session else None
+        assert worker.process.stdin is not None
+        worker.process.stdin.write(b"what is written does not matter\n")
+        worker.process.stdin.flush()
+        check = raw_socket(worker.address)  # it is still there
+        check.close()
+        worker.process.stdin.close()
+        assert worker.process.wait(20) == 0
+        if connection is not None:
+            connection.close()
+
+
+def test_without_the_flag_its_input_does_not_matter(tmp_path: Path) -> None:
+    manifest = make_model(tmp_path / "model")
+    command = [sys.executable, "-m", "duckllm.worker", "--listen", "localhost:0", "--threads", "1"]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.fullmatch(
+                r"worker listening on (\S+):(\d+) \((\w+), 1 threads, without a cluster token\); "
+                r"Ctrl-C stops it\n",
+                line,
+            )
+            assert found, line
+            address = parse_address(f"{found[1]}:{found[2]}")
+            check_serves(WorkerProcess(process, address, tmp_path), manifest)  # type: ignore[arg-type]
+        finally:
+            process.terminate()
+        assert process.wait(20) == 0
+
+
+def test_the_listening_line(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "duckllm.worker",
+        "--listen",
+        "127.0.0.1:0",
+        "--json",
+        "--exit-with-stdin",
+    ]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        facts = json.loads(process.stdout.readline())
+        process.stdin.close()
+        assert process.stdout.read() == b""
+        assert process.wait(20) == 0
+    assert facts["event"] == "listening"
+    assert facts["pid"] == process.pid
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", facts["address"])
+
+
+def test_both_command_lines_have_the_same_flags_and_defaults() -> None:
+    parser = {action.dest: action.default for action in make_parser()._actions if action.dest != "help"}
+    command = {name: p.default for name, p in inspect.signature(worker_command).parameters.items()}
+    assert parser == command
+    fields = {name: value for name, value in vars(WorkerConfig()).items() if name != "token"}
+    assert {name: parser[name] for name in fields} == fields
+
+
+def test_threads_and_spinning_are_resolved() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert WorkerConfig().resolved_threads == cores
+    assert WorkerConfig().resolved_spin_us == 0  # every core is taken
+    assert WorkerConfig(threads=3, spin_us=7).resolved_threads == 3
+    assert WorkerConfig(threads=3, spin_us=7).resolved_spin_us == 7
+    if cores > 1:
+        assert WorkerConfig(threads=cores - 1).resolved_spin_us == 200
