@@ -1,0 +1,200 @@
+"""docs/weight-format.md against the code: its example, and a reader written from its text alone.
+
+The reader uses ``struct`` and ``json`` only and imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from random_checkpoint import make_checkpoint
+from safetensors import safe_open
+
+from duckllm.weights import fp9
+from duckllm.weights.convert import convert
+
+
+def ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def read_weight(unit: bytes, record: int, row: int, lane: int) -> float:
+    magnitude = unit[record + 16 * row + lane]
+    (signs,) = struct.unpack_from("<I", unit, record + 512 + 4 * lane)
+    sign = -1.0 if signs >> (31 - row) & 1 else 1.0
+    if magnitude == 0:
+        return sign * 0.0
+    exponent, mantissa = magnitude >> 3, magnitude & 7
+    assert exponent >= 1
+    return sign * 2.0 ** (exponent - 23) * (1 + mantissa / 8)
+
+
+def read_unit(unit: bytes, hidden: int, stripe: int, intermediate: int) -> dict[tuple[str, int, int], float]:
+    """Weight by (matrix, row, column), scales multiplied in."""
+    runs = ceil(hidden, 128)
+    scales = struct.unpack_from(f"<{3 * runs}f", unit, 0)
+    data = ceil(12 * runs, 64) * 64
+    blocks = ceil(hidden, 32)
+    weights = {}
+    for block in range(blocks):
+        for half, matrix in enumerate(("gate", "up")):
+            record = data + (2 * block + half) * 576
+            for row in range(min(32, hidden - 32 * block)):
+                for lane in range(min(16, intermediate - 16 * stripe)):
+                    column = 32 * block + row
+                    scale = scales[half * runs + column // 128]
+                    weights[matrix, 16 * stripe + lane, column] = scale * read_weight(unit, record, row, lane)
+        record = data + (2 * blocks + block) * 576
+        for tile in range(2):
+            for channel in range(min(16, intermediate - 16 * stripe)):
+                for lane in range(16):
+                    output = 32 * block + 16 * tile + lane
+                    if output < hidden:
+                        value = read_weight(unit, record, 16 * tile + channel, lane)
+                        scale = scales[2 * runs + output // 128]
+                        weights["down", output, 16 * stripe + channel] = scale * value
+    return weights
+
+
+class Reader:
+    """A converted folder, as the page describes it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest = json.loads((folder / "duck.json").read_text())
+        assert self.manifest["format_version"] == 1
+        assert self.manifest["format"] == "fp9"
+        self.hidden, self.intermediate = self.manifest["hidden_size"], self.manifest["moe_intermediate_size"]
+        hidden, blocks = self.hidden, ceil(self.hidden, 32)
+        assert self.manifest["unit_bytes"] == ceil(12 * ceil(hidden, 128), 64) * 64 + 3 * blocks * 576
+        assert self.manifest["num_stripes"] == ceil(self.intermediate, 16)
+        content = {k: v for k, v in self.manifest.items() if k not in ("model_hash", "source", "created_by")}
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        assert self.manifest["model_hash"] == hashlib.sha256(text.encode()).hexdigest()
+
+    def units(self, layer: int) -> list[list[bytes]]:
+        """Units by expert and stripe, hashes checked."""
+        entry = self.manifest["expert_layers"][str(layer)]
+        assert "/" not in entry["file"]
+        data = (self.folder / entry["file"]).read_bytes()
+        assert len(data) == entry["bytes"]
+        (length,) = struct.unpack_from("<Q", data, 0)
+        header = json.loads(data[8 : 8 + length])["units"]
+        experts, stripes, unit = header["shape"]
+        assert header["dtype"] == "U8"
+        assert (experts, stripes, unit) == tuple(
+            self.manifest[key] for key in ("num_experts", "num_stripes", "unit_bytes")
+        )
+        start = 8 + length + header["data_offsets"][0]
+        assert start % 4096 == 0
+        units = [
+            [data[start + (e * stripes + s) * unit :][:unit] for s in range(stripes)] for e in range(experts)
+        ]
+        for s in range(stripes):
+            digest = hashlib.sha256(b"".join(units[e][s] for e in range(experts))).hexdigest()
+            assert digest == entry["stripe_sha256"][s]
+        return units
+
+    def expert(self, units: list[bytes]) -> dict[str, np.ndarray]:
+        wide = (self.intermediate, self.hidden)
+        shapes = {"gate": wide, "up": wide, "down": wide[::-1]}
+        matrices = {name: np.full(shape, np.nan) for name, shape in shapes.items()}
+        for stripe, unit in enumerate(units):
+            for (matrix, row, column), value in read_unit(
+                unit, self.hidden, stripe, self.intermediate
+            ).items():
+                matrices[matrix][row, column] = value
+        return matrices
+
+
+def test_the_reader_of_the_page_reads_the_demo_model(tmp_path: Path, demo_checkpoint: Path) -> None:
+    convert(demo_checkpoint, tmp_path / "demo")
+    reader = Reader(tmp_path / "demo")
+    index = json.loads((demo_checkpoint / "model.safetensors.index.json").read_text())["weight_map"]
+    units = reader.units(3)
+    for expert in (0, 17):
+        got = reader.expert(units[expert])
+        for matrix, weights in got.items():
+            stem = f"model.layers.3.mlp.experts.{expert}.{matrix}_proj.weight"
+            with safe_open(demo_checkpoint / index[stem], "pt") as file:
+                codes = file.get_tensor(stem).to(torch.float64)
+                scales = file.get_tensor(stem + "_scale_inv").to(torch.float64)
+            wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            expected = (codes * wide[: codes.shape[0], : codes.shape[1]]).numpy()
+            np.testing.assert_array_equal(weights, expected)
+            np.testing.assert_array_equal(np.signbit(weights), np.signbit(expected))
+
+
+def test_the_reader_of_the_page_reads_awkward_sizes(tmp_path: Path) -> None:
+    made = make_checkpoint(tmp_path / "src", moe_intermediate_size=138, hidden_size=140, n_routed_experts=2)
+    convert(tmp_path / "src", tmp_path / "dst")
+    reader = Reader(tmp_path / "dst")
+    got = reader.expert(reader.units(2)[1])
+    values = fp9.e4m3_values().astype(np.float64)
+    for matrix, weights in got.items():
+        stem = f"model.layers.2.mlp.experts.1.{matrix}_proj.weight"
+        rows, columns = weights.shape
+        scales = made.array(stem + "_scale_inv").astype(np.float64)[
+            np.arange(rows)[:, None] // 128, np.arange(columns)[None] // 128
+        ]
+        np.testing.assert_array_equal(weights, values[made.array(stem)] * scales)
+
+
+@pytest.fixture
+def page(repository: Path) -> str:
+    return (repository / "docs" / "weight-format.md").read_text()
+
+
+def example_matrices(page: str) -> dict[str, tuple[np.ndarray, float, list[float]]]:
+    found = re.findall(r"\| (gate|up|down) \[(\d), (\d)\] \| (.*?) \| ([\d.]+) \| (.*?) \|", page)
+    return {
+        name: (
+            np.array(list(bytes.fromhex(re.sub("[`/]", " ", codes))))
+            .astype(np.uint8)
+            .reshape(int(r), int(c)),
+            float(scale),
+            [float(value) for value in re.split("[,/]", values)],
+        )
+        for name, r, c, codes, scale, values in found
+    }
+
+
+def test_the_example_of_the_page(page: str) -> None:
+    matrices = example_matrices(page)
+    assert set(matrices) == {"gate", "up", "down"}
+    codes = [matrices[name][0] for name in ("gate", "up", "down")]
+    scales = [np.full((1, 1), matrices[name][1], np.float32) for name in ("gate", "up", "down")]
+    units = fp9.pack_expert_units(fp9.ExpertWeights(*codes, *scales))
+    shown = bytearray(1792)
+    lines = re.findall(r"^([0-9a-f]{4})((?:  ?[0-9a-f]{2}){16})$", page, re.MULTILINE)
+    assert len(lines) == 12
+    for offset, text in lines:
+        shown[int(offset, 16) : int(offset, 16) + 16] = bytes.fromhex(text)
+    assert units.tobytes() == bytes(shown)
+    weights = read_unit(bytes(shown), 3, 0, 2)
+    for name, (matrix, _, values) in matrices.items():
+        rows, columns = matrix.shape
+        assert [weights[name, r, c] for r in range(rows) for c in range(columns)] == values
+
+
+def test_the_numbers_of_the_page(page: str) -> None:
+    assert f"With H = 7168 it is {fp9.unit_bytes(7168):,}; with H = 256, {fp9.unit_bytes(256):,}." in page
+    listed = re.search(r"\| 0x01 \.\.\. 0x07 .*? \| (.*?) \|", page)
+    assert listed is not None
+    magnitudes, _ = fp9.encode_e4m3(np.arange(1, 8, dtype=np.uint8))
+    assert [int(value, 16) for value in listed[1].split(", ")] == magnitudes.tolist()
+
+
+def test_the_keys_of_the_page_are_the_manifests(page: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "src")
+    keys = set(convert(tmp_path / "src", tmp_path / "dst").to_json())
+    section = page.split("## The manifest")[1].split("Hashes are")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert {key for row in rows for key in re.findall("`(.*?)`", row)} == keys
