@@ -1,38 +1,33 @@
 """Writes one file of a converted model: a layer's experts as units, or host tensors as they are.
 
-Called by the converter. Two threads read and pack experts while the third hashes and writes; at most
-``_EXPERTS_AHEAD`` experts are in memory besides the one being written.
+Called by the converter. A few threads read and pack experts ahead of the one that hashes and writes.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 
+from duckllm import _native
+from duckllm.config import available_cores
 from duckllm.errors import WeightFormatError
 from duckllm.weights.architectures import ModelLayout
 from duckllm.weights.checkpoint import FP8
 from duckllm.weights.files import AtomicFile
-from duckllm.weights.fp9 import (
-    U8,
-    QuantisationError,
-    count_e4m3_nans,
-    num_stripes,
-    pack_expert_units,
-    unit_bytes,
-)
+from duckllm.weights.fp9 import U8, ExpertWeights, QuantisationError, num_stripes, unit_bytes
 from duckllm.weights.manifest import ExpertLayer, HostFile
 from duckllm.weights.reader import DATA_ALIGNMENT, UNITS
 from duckllm.weights.safetensors_file import TensorInfo, TensorReader, build_header
 from duckllm.weights.source import read_expert
 
 _HOST_ALIGNMENT = 64
-_EXPERTS_AHEAD = 2
 OnBytes = Callable[[int], object]
+_Item = TypeVar("_Item")
 
 
 def units_shape(layout: ModelLayout) -> tuple[int, int, int]:
@@ -61,6 +56,35 @@ def host_file_bytes(tensors: Sequence[TensorInfo]) -> int:
     return len(_host_header(tensors)) + sum(info.num_bytes for info in tensors)
 
 
+def ahead_of(make: Callable[[int], _Item], count: int) -> Iterator[_Item]:
+    """``make(0)``, ``make(1)``, ... in order, made by a few threads a few items ahead.
+
+    At most an eighth of the items are in memory, so that a layer's experts never are all at once.
+    """
+    threads = max(1, min(4, available_cores(), count // 8))
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="experts")
+    try:
+        ahead: deque[Future[_Item]] = deque()
+        for index in range(count + threads):
+            if index < count:
+                ahead.append(pool.submit(make, index))
+            if index >= threads:
+                yield ahead.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def pack_units(expert: ExpertWeights) -> U8:
+    """All units of one expert, stripe by stripe, by the native packer.
+
+    Shapes: result: [S_total, unit_bytes(H)] u8, contiguous.
+    Reference: :func:`duckllm.weights.fp9.pack_expert_units`, byte for byte.
+    """
+    return _native.pack_expert_units(
+        expert.gate, expert.up, expert.down, expert.gate_scales, expert.up_scales, expert.down_scales
+    )
+
+
 def write_expert_file(
     out: AtomicFile,
     reader: TensorReader,
@@ -83,26 +107,16 @@ def write_expert_file(
 
     def pack(expert: int) -> tuple[U8, QuantisationError | None]:
         weights, error = read_expert(reader, tensors, layout, layer, expert)
-        return pack_expert_units(weights), error
+        return pack_units(weights), error
 
-    pool = ThreadPoolExecutor(_EXPERTS_AHEAD, thread_name_prefix="pack")
-    try:
-        ahead: deque[Future[tuple[U8, QuantisationError | None]]] = deque()
-        for expert in range(layout.num_experts + _EXPERTS_AHEAD):
-            if expert < layout.num_experts:
-                ahead.append(pool.submit(pack, expert))
-            if expert < _EXPERTS_AHEAD:
-                continue
-            units, error = ahead.popleft().result()
-            out.write(units.data, hashed=False)
-            for digest, unit in zip(digests, units, strict=True):
-                digest.update(unit.data)
-            if error is not None:
-                total = total or QuantisationError()
-                total += error
-            on_bytes(units.nbytes)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    for units, error in ahead_of(pack, layout.num_experts):
+        out.write(units.data, hashed=False)
+        for digest, unit in zip(digests, units, strict=True):
+            digest.update(unit.data)
+        if error is not None:
+            total = total or QuantisationError()
+            total += error
+        on_bytes(units.nbytes)
     hashes = tuple(digest.hexdigest() for digest in digests)
     return ExpertLayer(out.path.name, expert_file_bytes(layout, layer), hashes), total
 
@@ -125,7 +139,7 @@ def write_host_file(
             out.write(chunk)
             on_bytes(len(chunk))
             if info.dtype == FP8:
-                nans += count_e4m3_nans(np.frombuffer(chunk, np.uint8))
+                nans += _native.count_nan_e4m3(np.frombuffer(chunk, np.uint8))
         if nans:
             raise WeightFormatError(
                 f"{info.name}: got {nans} NaN byte(s) (0x7f or 0xff), expected finite weights"

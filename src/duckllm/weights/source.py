@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from duckllm import _native
 from duckllm.errors import CheckpointError, WeightFormatError
 from duckllm.weights.architectures import ModelLayout
 from duckllm.weights.checkpoint import FP8, scale_of
@@ -19,8 +20,7 @@ from duckllm.weights.fp9 import (
     U8,
     ExpertWeights,
     QuantisationError,
-    count_e4m3_nans,
-    quantise_blocks,
+    quantisation_error,
     scale_shape,
 )
 from duckllm.weights.safetensors_file import TensorInfo, TensorReader
@@ -67,7 +67,7 @@ def read_weight(
     rows, columns = info.shape
     raw = reader.read(info)
     if info.dtype == FP8:
-        nans = count_e4m3_nans(raw)
+        nans = _native.count_nan_e4m3(raw)
         if nans:
             raise WeightFormatError(f"{name}: got {nans} NaN byte(s) (0x7f or 0xff), expected finite weights")
         scale = scale_of(tensors, name)
@@ -83,8 +83,8 @@ def read_weight(
     total = QuantisationError()
     for band in range(scales.shape[0]):
         part = slice(band * SCALE_BLOCK, (band + 1) * SCALE_BLOCK)
-        codes[part], scales[band : band + 1], error = quantise_blocks(weights[part], name)
-        total += error
+        codes[part], scales[band : band + 1] = _native.quantize_e4m3_blocks(weights[part])
+        total += quantisation_error(weights[part], codes[part], scales[band : band + 1])
     return codes, scales, total
 
 

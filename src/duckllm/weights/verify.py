@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 
 from duckllm.errors import WeightHashError
 from duckllm.weights.architectures import ModelLayout
@@ -15,6 +16,7 @@ from duckllm.weights.checkpoint import Checkpoint
 from duckllm.weights.files import hash_file
 from duckllm.weights.fp9 import unpack_expert_units
 from duckllm.weights.manifest import Manifest
+from duckllm.weights.pack import ahead_of
 from duckllm.weights.progress_file import expert_hashes
 from duckllm.weights.reader import UNITS
 from duckllm.weights.safetensors_file import TensorReader, read_header
@@ -47,9 +49,9 @@ def verify_conversion(
             path = manifest.folder / entry.file
             if expert_hashes(path) != entry.stripe_sha256:
                 raise WeightHashError(f"{path}: layer {layer}: stripe hashes differ from the manifest's")
-            for expert in range(layout.num_experts):
-                _compare_expert(checkpoint, layout, manifest, layer, expert, reader)
-                done += manifest.num_stripes * manifest.unit_bytes
+            compare = partial(_compare_expert, checkpoint, layout, manifest, reader, layer)
+            for num_bytes in ahead_of(compare, layout.num_experts):
+                done += num_bytes
                 report(f"verifying {entry.file}", done, total)
 
 
@@ -72,10 +74,11 @@ def _compare_expert(
     checkpoint: Checkpoint,
     layout: ModelLayout,
     manifest: Manifest,
+    reader: TensorReader,
     layer: int,
     expert: int,
-    reader: TensorReader,
-) -> None:
+) -> int:
+    """Compares one expert and returns the bytes it took."""
     path = manifest.expert_path(layer)
     info = read_header(path)[UNITS]
     length = manifest.num_stripes * manifest.unit_bytes
@@ -91,3 +94,4 @@ def _compare_expert(
             raise WeightHashError(
                 f"{path}: layer {layer}, expert {expert}: {item.name} differs from the source"
             )
+    return length
