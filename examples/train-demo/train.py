@@ -107,11 +107,11 @@ def batches(arguments: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
         yield tuple(torch.cat(part).to(arguments.device, non_blocking=True) for part in (ids, weights))
 
 
-def train(arguments: argparse.Namespace) -> None:
+def train(arguments: argparse.Namespace, config: ModelConfig) -> None:
     """Trains and exports."""
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    model = Model(ModelConfig()).to(arguments.device)
+    model = Model(config).to(arguments.device)
     print(f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f} M parameters", flush=True)
     optimizer = make_optimizer(model, fused=arguments.device == "cuda")
     tokenizer = arguments.data / "tokenizer"
@@ -138,7 +138,7 @@ def train(arguments: argparse.Namespace) -> None:
     print(f"exported to {arguments.checkpoint} after {step} steps", flush=True)
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     """The command line; sizes that are not given depend on the device."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("data", type=Path, help="folder that build_data.py wrote")
@@ -151,7 +151,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="sequences in a batch")
     parser.add_argument("--loaders", type=int, help="processes that make batches")
     parser.add_argument("--report-every", type=int, default=100, help="steps between lines of figures")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     arguments.device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     context, batch, loaders = (1024, 64, 14) if arguments.device == "cuda" else (256, 4, 0)
     arguments.context = arguments.context or context
@@ -161,4 +161,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    train(parse_arguments())
+    train(parse_arguments(), ModelConfig())
