@@ -228,6 +228,18 @@ def test_converting_again_changes_nothing(tmp_path: Path) -> None:
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "dst").iterdir()} == before
 
 
+def test_a_tokenizer_that_changed_is_copied_again(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "src")
+    first = convert(tmp_path / "src", tmp_path / "dst")
+    (tmp_path / "src/tokenizer.json").write_text('{"new": 1}')
+    (tmp_path / "src/chat_template.jinja").write_text("{{ new }}")
+    before = (tmp_path / "dst/host-00000.safetensors").stat().st_mtime_ns
+    assert convert(tmp_path / "src", tmp_path / "dst") == first
+    assert (tmp_path / "dst/tokenizer.json").read_text() == '{"new": 1}'
+    assert (tmp_path / "dst/chat_template.jinja").read_text() == "{{ new }}"
+    assert (tmp_path / "dst/host-00000.safetensors").stat().st_mtime_ns == before
+
+
 def other_model(dst: Path) -> None:
     make_checkpoint(dst.parent / "other", seed=9)
     convert(dst.parent / "other", dst)

@@ -109,6 +109,8 @@ def convert(
     manifest = _finished(destination, fingerprint, weight_format)
     if manifest is None:
         manifest = _convert_locked(checkpoint, layout, destination, fingerprint, weight_format, report)
+    with _disk_errors(destination):
+        _copy_files(source, destination)
     if verify:
         verify_conversion(checkpoint, layout, manifest, report)
     return manifest
@@ -229,8 +231,7 @@ def _convert_files(
                 out.sync()
                 state.add(file.name, entry, error)
                 out.commit()
-    for path in copied:
-        write_atomically(folder / path.name, path.read_bytes())
+    _copy_files(checkpoint.folder, folder)
     manifest = _manifest(checkpoint, layout, state, plan)
     write_atomically(folder / MANIFEST_FILE, (json.dumps(manifest.to_json(), indent=1) + "\n").encode())
     state.remove()
@@ -242,6 +243,18 @@ def _files_to_copy(folder: Path) -> list[Path]:
     return named + sorted(
         path for pattern in _COPIED_PATTERNS for path in folder.glob(pattern) if path.is_file()
     )
+
+
+def _copy_files(source: Path, destination: Path) -> None:
+    """Brings the tokenizer and the like up to date; what is the same already is left as it is."""
+    for path in _files_to_copy(source):
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+        copy = destination / path.name
+        if not copy.is_file() or copy.read_bytes() != data:
+            write_atomically(copy, data)
 
 
 def _check_room(folder: Path, files: list[PlannedFile], copied: list[Path]) -> None:

@@ -178,7 +178,10 @@ class TensorReader:
                 os.close(opened)
         done = 0
         while done < len(buffer):
-            got = os.preadv(descriptor, [buffer[done:]], info.offset + start + done)
+            try:
+                got = os.preadv(descriptor, [buffer[done:]], info.offset + start + done)
+            except OSError as error:
+                raise CheckpointError(f"{info.path}: cannot be read ({error.strerror})") from error
             if not got:
                 raise CheckpointError(f"{info.path}: truncated inside {info.name}")
             done += got
