@@ -159,10 +159,13 @@ def test_the_error_of_quantising_gaussian_weights() -> None:
     rms = np.sqrt(np.mean(distance**2) / np.mean(weights.astype(np.float64) ** 2))
     assert error.rms_relative == pytest.approx(rms, rel=1e-4)
     assert 0.02 < error.rms_relative < 0.03
-    normal = np.abs(weights) > np.repeat(np.repeat(scales, 128, 0), 128, 1) * 2.0**-6
-    assert np.max(distance[normal] / np.abs(weights[normal])) <= 2.0**-4 + 1e-6
-    kept = (codes & 0x7F != 0) & (weights != 0)
-    assert error.max_relative == pytest.approx(np.max(distance[kept] / np.abs(weights[kept])), rel=1e-5)
+    wide = np.repeat(np.repeat(scales, 128, 0), 128, 1)
+    normal = np.abs(weights) >= wide * np.float32(2.0**-6)
+    assert np.count_nonzero(~normal) >= 10
+    largest = np.max(distance[normal] / np.abs(weights[normal]))
+    assert error.max_relative == pytest.approx(largest, rel=1e-5)
+    assert 0.05 < largest <= 1 / 17 + 1e-6
+    assert np.max(distance[~normal] / wide[~normal]) <= 2.0**-10 * (1 + 1e-6)
 
 
 def test_weights_that_become_zero_are_counted() -> None:

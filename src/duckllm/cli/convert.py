@@ -82,7 +82,7 @@ def describe(outcome: dict[str, object]) -> str:
     if outcome["rms_relative_error"]:
         lines.append(
             f"rounded to fp9: rms error {outcome['rms_relative_error']:.3%} of the weights' rms, "
-            f"largest {outcome['max_relative_error']:.1%} of a weight, "
+            f"at most {outcome['max_relative_error']:.1%} of a weight in the normal range, "
             f"{outcome['flushed_to_zero']} weights became zero"
         )
     lines.append(f"model hash {outcome['model_hash']}")

@@ -183,7 +183,8 @@ class QuantisationError:
     Args:
         squared_error: Sum of (quantised - source)^2.
         squared_source: Sum of source^2.
-        max_relative: Largest |quantised - source| / |source| over the non-zero weights that stay non-zero.
+        max_relative: Largest |quantised - source| / |source| over weights of at least 2^-6 of the block's
+            scale, at most 1/17; smaller weights change by at most 2^-10 of the scale.
         flushed: Non-zero source weights that became zero (below 2^-10 of the block's scale).
         weights: Number of weights.
     """
@@ -249,13 +250,13 @@ def quantisation_error(weights: F32, codes: U8, scales: F32) -> QuantisationErro
     """
     distance = np.abs(dequantise(codes, scales) - weights)
     size = np.abs(weights)
-    zero = (codes & 0x7F) == 0
-    relative = np.divide(distance, size, out=np.zeros_like(size), where=~zero & (size > 0))
+    is_normal = size >= expand_scales(scales * np.float32(2.0**-6), *weights.shape)
+    relative = np.divide(distance, size, out=np.zeros_like(size), where=is_normal & (size > 0))
     return QuantisationError(
         squared_error=float(np.sum(np.square(distance), dtype=np.float64)),
         squared_source=float(np.sum(np.square(size), dtype=np.float64)),
         max_relative=float(relative.max()),
-        flushed=int(np.count_nonzero(zero & (size > 0))),
+        flushed=int(np.count_nonzero((codes & 0x7F == 0) & (size > 0))),
         weights=weights.size,
     )
 
