@@ -1,1 +1,1 @@
-"""The command line: one verb a file."""
+"""The command line, one verb a file; errors of ours end as one sentence and an exit code."""

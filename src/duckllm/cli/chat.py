@@ -1,0 +1,156 @@
+"""``duckllm chat``: one question and its answer, or a conversation.
+
+Mounted by cli/main.py. Loads the model, then answers ``--prompt`` (or what is piped in) once, or hands over
+to :class:`duckllm.cli.repl.Repl`. Knows no tensors; torch is imported only when the model is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+from duckllm.cli.common import ChatModel, Message, Waiting, describe_facts, parse_workers, printable
+from duckllm.cluster.token import read_token
+from duckllm.config import ClusterConfig
+from duckllm.errors import ConfigError
+from duckllm.sampling_params import SamplingParams
+from duckllm.weights.resolve import resolve_model
+
+if TYPE_CHECKING:
+    from duckllm import LLM
+    from duckllm.outputs import StreamOutput
+
+EXAMPLES = """\b
+Examples:
+  duckllm chat --prompt "What is a duck?"
+  duckllm chat /models/mine --workers 3 --temperature 0.7
+  duckllm chat --workers 10.0.0.11:4100,10.0.0.12:4100 --token-file token
+  echo "Is 1001 prime?" | duckllm chat --json
+"""
+
+
+def chat(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Model folder, converted or a Hugging Face checkpoint; the demo model by default."
+        ),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Ask this, print the answer and leave.")] = None,
+    workers: Annotated[
+        str,
+        typer.Option(help="Number of workers to start here, or addresses of running ones, a:port,b:port."),
+    ] = "2",
+    system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Choose from this many tokens; 0 from all.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Choose from tokens of this total probability.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Least probability of a token, as a share of the likeliest one's.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes sampled answers repeatable.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Most tokens of a conversation.")] = None,
+    wire_dtype: Annotated[str, typer.Option(help="Activations sent to workers: f32 or bf16.")] = "f32",
+    threads_per_worker: Annotated[
+        int, typer.Option(help="Compute threads of each worker started here; 0 divides the cores.")
+    ] = 0,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the secret that the workers at addresses share.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON object.")] = False,
+) -> None:
+    """Talk to a model whose routed experts run on worker processes.
+
+    Without --prompt, and with nothing piped in, a conversation begins: Ctrl-C stops a reply, Ctrl-D leaves.
+    """
+    changes: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    changes |= {"seed": seed, "max_tokens": max_tokens}
+    overrides = {field: value for field, value in changes.items() if value is not None}
+    question = _question(prompt, as_json)
+    options = _cluster_options(workers, wire_dtype, threads_per_worker, token_file)
+    _check_sampling(overrides)
+    with _load(model, options, max_model_len) as llm:
+        params = dataclasses.replace(llm.default_sampling_params, **overrides)
+        start: list[Message] = [{"role": "system", "content": system}] if system else []
+        if question is None:
+            from duckllm.cli.repl import Repl
+
+            raise typer.Exit(Repl(llm, params, start).run())
+        answer(llm, [*start, {"role": "user", "content": question}], params, sys.stdout, as_json=as_json)
+
+
+def answer(
+    model: ChatModel, messages: list[Message], params: SamplingParams, out: TextIO, *, as_json: bool = False
+) -> None:
+    """Prints the reply as it comes and the line of facts, or everything at the end as one JSON object."""
+    text = ""
+    last: StreamOutput | None = None
+    for last in model.stream(messages, params):
+        text += last.text
+        if not as_json:
+            out.write(printable(last.text, out))
+            out.flush()
+    assert last is not None
+    info, metrics = model.cluster_info(), last.metrics
+    if not as_json:
+        out.write(f"\n{describe_facts(info, metrics)}\n")
+        return
+    facts = {
+        "text": text,
+        "finish_reason": last.finish_reason,
+        "num_workers": info.num_workers,
+        "weight_format": info.weight_format,
+        "isas": list(info.isas),
+        **dataclasses.asdict(metrics),
+    }
+    out.write(json.dumps(facts, ensure_ascii=False) + "\n")
+
+
+def _question(prompt: str | None, as_json: bool) -> str | None:
+    """The one question to answer, or None for a conversation."""
+    if prompt is None and sys.stdin is not None and sys.stdin.isatty():
+        if as_json:
+            raise ConfigError("json", True, "a question with it: --prompt TEXT, or text piped in")
+        return None
+    if prompt is not None:
+        text = prompt
+    else:
+        try:
+            text = sys.stdin.buffer.read().decode() if sys.stdin is not None else ""
+        except UnicodeDecodeError as error:
+            raise ConfigError("stdin", f"byte {error.object[error.start]:#04x}", "UTF-8 text") from error
+    text = text.strip()
+    if not text:
+        raise ConfigError("prompt", "nothing", "a question: --prompt TEXT, or text piped in")
+    return text
+
+
+def _cluster_options(
+    workers: str, wire_dtype: str, threads_per_worker: int, token_file: Path | None
+) -> dict[str, Any]:
+    """The arguments of LLM about workers, known to be valid before anything is loaded."""
+    options: dict[str, Any] = {
+        "wire_dtype": wire_dtype,
+        "threads_per_worker": threads_per_worker,
+        "cluster_token": read_token(token_file),
+    }
+    ClusterConfig(**options)
+    return {"workers": parse_workers(workers), **options}
+
+
+def _check_sampling(overrides: dict[str, Any]) -> None:
+    SamplingParams(**overrides)
+
+
+def _load(model: str | None, options: dict[str, Any], max_model_len: int | None) -> LLM:
+    folder = resolve_model(model)
+    with Waiting(f"Loading {model or 'the demo model'}"):
+        from duckllm import LLM
+
+        return LLM(folder, max_model_len=max_model_len, **options)

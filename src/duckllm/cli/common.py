@@ -1,0 +1,132 @@
+"""What several verbs share: options in common, a sign of life while loading, the line of facts.
+
+Called by the verbs; knows what a chat needs of a model (:class:`ChatModel`) and no tensors.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from duckllm.cluster.address import parse_address
+from duckllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+    from duckllm.outputs import RequestMetrics, StreamOutput
+    from duckllm.sampling_params import SamplingParams
+
+Message = Mapping[str, str]
+
+
+class ClusterInfo(Protocol):
+    """What is said of the workers in the line of facts."""
+
+    @property
+    def num_workers(self) -> int:
+        """How many there are."""
+
+    @property
+    def weight_format(self) -> str:
+        """The format of their expert weights."""
+
+    @property
+    def isas(self) -> Sequence[str]:
+        """The instruction set that each computes with."""
+
+
+class ChatModel(Protocol):
+    """What a chat needs of :class:`duckllm.LLM`."""
+
+    def stream(
+        self, prompt: Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> Iterator[StreamOutput]:
+        """The reply to a conversation, as it comes."""
+
+    def cluster_info(self) -> ClusterInfo:
+        """The workers."""
+
+
+def parse_workers(text: str) -> int | tuple[str, ...]:
+    """A number of workers to start here, or the addresses of running ones.
+
+    Raises:
+        ConfigError: ``text`` is neither.
+    """
+    expected = "a number of at least 0, or addresses: name:port,name:port"
+    text = text.strip()
+    if text.isascii() and text.lstrip("-").isdigit():
+        if int(text) < 0:
+            raise ConfigError("workers", text, expected)
+        return int(text)
+    addresses = tuple(part.strip() for part in text.split(","))
+    if not all(":" in address for address in addresses):
+        raise ConfigError("workers", text, expected)
+    return tuple(str(parse_address(address, "workers")) for address in addresses)
+
+
+def describe_workers(info: ClusterInfo) -> str:
+    """Number, format and instruction sets of the workers, for people."""
+    count = {0: "no workers", 1: "1 worker"}.get(info.num_workers, f"{info.num_workers} workers")
+    return f"{count}, {info.weight_format}, {'+'.join(sorted(set(info.isas)))}"
+
+
+def describe_facts(info: ClusterInfo, metrics: RequestMetrics) -> str:
+    """The line of facts below a reply."""
+    facts = [describe_workers(info), f"{metrics.num_generated_tokens} tokens"]
+    if metrics.decode_tokens_per_s is not None:
+        facts.append(f"{metrics.decode_tokens_per_s:.1f} tok/s")
+    if metrics.time_to_first_token_s is not None:
+        facts.append(f"first token after {metrics.time_to_first_token_s:.2f} s")
+    return "[" + ", ".join(facts) + "]"
+
+
+class Waiting:
+    """A spinner on stderr while something takes longer than a moment; nothing where stderr is no terminal.
+
+    Args:
+        text: What is going on.
+        after_s: Shown only when it takes longer than this, seconds.
+    """
+
+    def __init__(self, text: str, after_s: float = 2.0) -> None:
+        self._text = text
+        self._lock = threading.Lock()
+        self._over = False
+        self._status: Status | None = None
+        self._timer = threading.Timer(after_s, self._show)
+        self._timer.daemon = True
+
+    def __enter__(self) -> Waiting:
+        if sys.stderr.isatty():
+            self._timer.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        with self._lock:
+            self._over = True
+            if self._status is not None:
+                self._status.stop()
+
+    def _show(self) -> None:
+        from rich.console import Console
+
+        with self._lock:
+            if not self._over:
+                self._status = Console(file=sys.stderr).status(self._text)
+                self._status.start()
+
+
+_CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
+def printable(text: str, out: TextIO) -> str:
+    """``text`` without control characters where ``out`` is a terminal, which might obey them."""
+    return text.translate(_CONTROLS) if out.isatty() else text

@@ -1,0 +1,82 @@
+"""The ``duckllm`` command: its verbs, and what a user sees of an error.
+
+Called as the console script and by ``python -m duckllm``. Mounts the verbs, each of which imports what is
+heavy only when it runs, so that ``--help`` is quick. An error of ours becomes one sentence on stderr.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from duckllm import __version__
+from duckllm.cli import chat as chat_verb
+from duckllm.cli.convert import convert
+from duckllm.errors import DuckError
+
+app = typer.Typer(
+    name="duckllm",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # errors and help stay plain text, in a terminal as in a log
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"duckllm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def duckllm(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Large mixture-of-experts models: attention on one host, routed experts on cheap CPU machines."""
+
+
+_CONVERT_EXAMPLES = """\b
+Examples:
+  duckllm convert /checkpoints/DeepSeek-V3.2 /models/deepseek-v3.2
+  duckllm convert /checkpoints/mine /models/mine --verify
+"""
+
+app.command("chat", epilog=chat_verb.EXAMPLES)(chat_verb.chat)
+app.command("convert", epilog=_CONVERT_EXAMPLES)(convert)
+
+
+def main() -> NoReturn:
+    """Runs the command line and exits: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows "?"
+    code: int | str | None = 0
+    try:
+        app()
+    except DuckError as error:
+        print(f"duckllm: {error}", file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:
+        code = 1
+    except SystemExit as request:
+        code = request.code
+    _flush_stdout()
+    sys.exit(code)
+
+
+def _flush_stdout() -> None:
+    """Flushes what was printed; where nobody reads it any more, quietly drops it."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,179 @@
+"""The conversation of ``duckllm chat``: reads messages, shows replies as they come, remembers both.
+
+Called by cli/chat.py. Knows a :class:`duckllm.cli.common.ChatModel` and a terminal, no tensors.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, TextIO
+
+from duckllm.cli.common import ChatModel, Message, describe_facts, describe_workers, printable
+from duckllm.errors import PromptTooLongError, RequestError
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+
+    from duckllm.outputs import RequestMetrics
+    from duckllm.sampling_params import SamplingParams
+
+HELP = """\
+/reset   begin a new conversation
+/stats   tokens and times of this conversation
+/help    this list
+Enter sends, Alt-Enter begins a new line, several pasted lines are one message.
+Ctrl-C stops a reply and keeps what was said, Ctrl-D leaves."""
+_COMMAND = re.compile(r"/[a-z]*")
+_TOO_LONG_HINT = "The conversation fills the context; /reset begins a new one."
+
+
+class Repl:
+    """A conversation with ``model`` on this terminal.
+
+    Args:
+        model: Answers.
+        params: Sampling of every reply.
+        start: Messages that every conversation begins with.
+        out: Where to show it.
+        read: Gives the next message; raises EOFError at the end, KeyboardInterrupt for Ctrl-C. The
+            terminal's line editor by default.
+    """
+
+    def __init__(
+        self,
+        model: ChatModel,
+        params: SamplingParams,
+        start: Sequence[Message] = (),
+        out: TextIO | None = None,
+        read: Callable[[], str] | None = None,
+    ) -> None:
+        self._model, self._params, self._start = model, params, tuple(start)
+        self._out = out or sys.stdout
+        self._read = read or _line_editor()
+        self._reset()
+
+    def run(self) -> int:
+        """Talks until the user leaves; the exit code.
+
+        Raises:
+            ClusterError: The workers are lost, so that no reply can come any more.
+        """
+        self._say(f"{describe_workers(self._model.cluster_info())}. /help lists commands, Ctrl-D leaves.")
+        while True:
+            try:
+                text = self._read().strip()
+            except KeyboardInterrupt:
+                continue  # the line is gone, as in a shell
+            except EOFError:
+                return 0
+            if _COMMAND.fullmatch(text):
+                self._run_command(text)
+            elif text:
+                self._reply_to(text)
+
+    def _run_command(self, command: str) -> None:
+        if command == "/help":
+            self._say(HELP)
+        elif command == "/reset":
+            self._reset()
+            self._say("A new conversation.")
+        elif command == "/stats":
+            self._say(self._stats())
+        else:
+            self._say(f"{command} is no command; /help lists them.")
+
+    def _reset(self) -> None:
+        self._messages: list[Message] = list(self._start)
+        self._num_prompt_tokens = self._num_generated_tokens = self._num_replies = 0
+        self._last_metrics: RequestMetrics | None = None
+
+    def _reply_to(self, text: str) -> None:
+        """Shows the reply to ``text``; both are remembered unless there was nothing of a reply."""
+        self._messages.append({"role": "user", "content": text})
+        said, ending = "", ""
+        try:
+            with _Interrupt() as interrupt:
+                for output in self._model.stream(self._messages, self._params):
+                    said += output.text
+                    self._out.write(printable(output.text, self._out))
+                    self._out.flush()
+                    self._last_metrics = output.metrics
+                    if output.finish_reason == "length":
+                        ending = "the reply stopped at its limit of tokens"
+                    elif interrupt.wanted and output.finish_reason is None:
+                        ending = "stopped"
+                        break
+        except PromptTooLongError as error:
+            ending = f"{error}. {_TOO_LONG_HINT}"
+        except RequestError as error:
+            ending = str(error)
+        except KeyboardInterrupt:
+            ending = "stopped"
+        if said:
+            self._messages.append({"role": "assistant", "content": said})
+            self._count()
+            self._out.write("\n")
+        else:
+            self._messages.pop()
+        if ending:
+            self._say(f"[{ending}]")
+
+    def _count(self) -> None:
+        if self._last_metrics is not None:
+            self._num_replies += 1
+            self._num_prompt_tokens = self._last_metrics.num_prompt_tokens
+            self._num_generated_tokens += self._last_metrics.num_generated_tokens
+
+    def _stats(self) -> str:
+        if self._last_metrics is None:
+            return "No reply yet."
+        return (
+            f"This conversation: {self._num_replies} replies, {self._num_generated_tokens} tokens generated, "
+            f"{self._num_prompt_tokens} tokens in the last prompt.\n"
+            f"Last reply: {describe_facts(self._model.cluster_info(), self._last_metrics)}"
+        )
+
+    def _say(self, text: str) -> None:
+        self._out.write(text + "\n")
+        self._out.flush()
+
+
+class _Interrupt:
+    """While a reply comes, the first Ctrl-C asks for its end between two tokens; a second one breaks in."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+
+    def __enter__(self) -> _Interrupt:
+        self._before = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.wanted:
+            raise KeyboardInterrupt
+        self.wanted = True
+
+
+def _line_editor() -> Callable[[], str]:
+    """Reads a message with editing and history; pasted lines and Alt-Enter make more than one line."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    session: PromptSession[str] = PromptSession(history=InMemoryHistory(), key_bindings=keys)
+    return lambda: session.prompt("> ")

@@ -1,0 +1,77 @@
+"""A model for the chat's tests: says what it is told to, without tensors or workers.
+
+Run as a program it is a conversation on a terminal: ``python fake_model.py``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from duckllm.errors import PromptTooLongError, WorkerLostError
+from duckllm.outputs import RequestMetrics, StreamOutput
+from duckllm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class FakeInfo:
+    num_workers: int = 2
+    weight_format: str = "fp9"
+    isas: tuple[str, ...] = ("avx2", "scalar")
+
+
+class FakeModel:
+    """Answers "slow ..." a character at a time with pauses, anything else by repeating what it has heard."""
+
+    default_sampling_params = SamplingParams(temperature=0.0)
+
+    def __init__(self, context_messages: int = 100) -> None:
+        self.conversations: list[list[Mapping[str, str]]] = []
+        self.params: list[SamplingParams | None] = []
+        self.context_messages = context_messages
+
+    def __enter__(self) -> FakeModel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def cluster_info(self) -> FakeInfo:
+        return FakeInfo()
+
+    def stream(
+        self, prompt: Sequence[Mapping[str, str]], sampling_params: SamplingParams | None = None
+    ) -> Iterator[StreamOutput]:
+        self.conversations.append([dict(message) for message in prompt])
+        self.params.append(sampling_params)
+        if len(prompt) > self.context_messages:
+            raise PromptTooLongError(len(prompt), self.context_messages)
+        return self._stream(prompt[-1]["content"])
+
+    def _stream(self, heard: str) -> Iterator[StreamOutput]:
+        if heard == "lose":
+            raise WorkerLostError("127.0.0.1:1", "it went away", 3)
+        if heard == "escape":
+            pieces = ["a\x1b[2Jb", "\x07c\n", "é"]
+        elif heard.startswith("slow"):
+            pieces = [f"{number} " for number in range(100)]
+        else:
+            pieces = ["heard ", repr(heard)]
+        limit = 3 if heard == "long" else len(pieces)
+        for number, piece in enumerate(pieces, start=1):
+            if heard.startswith("slow"):
+                time.sleep(0.05)
+            last = number == len(pieces)
+            reason = ("length" if heard == "long" else "stop") if last else None
+            yield StreamOutput("0", piece, (number,), reason, RequestMetrics(7, min(number, limit), 0.25, 12.5))
+
+
+def main() -> None:
+    from duckllm.cli.repl import Repl
+
+    raise SystemExit(Repl(FakeModel(), SamplingParams()).run())
+
+
+if __name__ == "__main__":
+    main()

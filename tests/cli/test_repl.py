@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import io
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+from fake_model import FakeModel
+
+from duckllm.cli.repl import HELP, Repl
+from duckllm.errors import WorkerLostError
+from duckllm.sampling_params import SamplingParams
+
+SYSTEM = {"role": "system", "content": "be brief"}
+
+
+def script(*lines: str | type[BaseException]) -> Callable[[], str]:
+    waiting: Iterator[str | type[BaseException]] = iter([*lines, EOFError])
+
+    def read() -> str:
+        line = next(waiting)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    return read
+
+
+def talk(model: FakeModel, *lines: str | type[BaseException], start: tuple[dict[str, str], ...] = ()) -> str:
+    out = io.StringIO()
+    assert Repl(model, SamplingParams(), start, out, script(*lines)).run() == 0
+    return out.getvalue()
+
+
+def roles(conversation: list[dict[str, str]]) -> list[str]:
+    return [f"{message['role']}: {message['content']}" for message in conversation]
+
+
+def test_each_turn_sees_the_whole_conversation() -> None:
+    model = FakeModel()
+    shown = talk(model, "one", "two", start=(SYSTEM,))
+    assert roles(model.conversations[-1]) == [
+        "system: be brief", "user: one", "assistant: heard 'one'", "user: two",
+    ]  # fmt: skip
+    assert "heard 'one'\nheard 'two'\n" in shown
+    assert shown.startswith("2 workers, fp9, avx2+scalar.")
+
+
+def test_several_lines_are_one_message() -> None:
+    model = FakeModel()
+    talk(model, "a\nb\n\nc\n", "/help\nis a line of a message")
+    assert model.conversations[0] == [{"role": "user", "content": "a\nb\n\nc"}]
+    assert model.conversations[1][-1]["content"] == "/help\nis a line of a message"
+
+
+def test_reset_forgets_all_but_the_system_message() -> None:
+    model = FakeModel()
+    talk(model, "one", "/reset", "two", start=(SYSTEM,))
+    assert roles(model.conversations[-1]) == ["system: be brief", "user: two"]
+
+
+def test_commands_answer_and_ask_nothing_of_the_model() -> None:
+    model = FakeModel()
+    shown = talk(model, "/help", "/stats", "/quack", "/", "", "   ")
+    assert model.conversations == []
+    assert HELP in shown
+    assert "No reply yet." in shown
+    assert "/quack is no command; /help lists them." in shown
+
+
+def test_a_path_is_a_message() -> None:
+    model = FakeModel()
+    talk(model, "/etc/hosts is what?", "/etc/hosts")
+    assert [conversation[-1]["content"] for conversation in model.conversations] == [
+        "/etc/hosts is what?", "/etc/hosts",
+    ]  # fmt: skip
+
+
+def test_stats_count_the_conversation() -> None:
+    shown = talk(FakeModel(), "one", "two", "/stats")
+    assert "2 replies, 4 tokens generated, 7 tokens in the last prompt" in shown
+    assert "[2 workers, fp9, avx2+scalar, 2 tokens, 12.5 tok/s, first token after 0.25 s]" in shown
+    assert "No reply yet." in talk(FakeModel(), "one", "/reset", "/stats")
+
+
+def test_ctrl_c_at_the_prompt_goes_on() -> None:
+    model = FakeModel()
+    talk(model, KeyboardInterrupt, "one")
+    assert len(model.conversations) == 1
+
+
+class StoppedModel(FakeModel):
+    """Presses Ctrl-C while it speaks: ``presses`` times before its third token."""
+
+    def __init__(self, presses: int) -> None:
+        super().__init__()
+        self.presses = presses
+
+    def _stream(self, heard: str) -> Iterator:
+        for number, output in enumerate(super()._stream(heard)):
+            if number == 2 and heard.startswith("slow"):
+                for _ in range(self.presses):
+                    os.kill(os.getpid(), signal.SIGINT)
+            yield output
+
+
+@pytest.mark.parametrize(("presses", "kept"), [(1, "0 1 2 "), (2, "0 1 ")])
+def test_ctrl_c_stops_the_reply_and_keeps_what_was_said(presses: int, kept: str) -> None:
+    model = StoppedModel(presses)
+    before = signal.getsignal(signal.SIGINT)
+    shown = talk(model, "slow", "two", "/stats")
+    assert roles(model.conversations[-1]) == ["user: slow", f"assistant: {kept}", "user: two"]
+    assert "[stopped]" in shown
+    assert "2 replies" in shown
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_reply_stopped_before_its_first_word_leaves_no_trace() -> None:
+    class Silent(FakeModel):
+        def _stream(self, heard: str) -> Iterator:
+            if heard == "stop":
+                raise KeyboardInterrupt
+            return super()._stream(heard)
+
+    model = Silent()
+    assert "[stopped]" in talk(model, "stop", "two")
+    assert roles(model.conversations[-1]) == ["user: two"]
+
+
+def test_a_full_context_is_said_and_the_conversation_stays_usable() -> None:
+    model = FakeModel(context_messages=2)
+    shown = talk(model, "one", "two", "/reset", "three")
+    assert "[prompt: got 3 tokens, expected at most 2. The conversation fills the context; /reset" in shown
+    assert roles(model.conversations[-1]) == ["user: three"]
+    model = FakeModel(context_messages=2)
+    talk(model, "one", "two", "again")
+    assert roles(model.conversations[-1]) == ["user: one", "assistant: heard 'one'", "user: again"]
+
+
+def test_a_reply_cut_at_its_limit_says_so() -> None:
+    assert "[the reply stopped at its limit of tokens]" in talk(FakeModel(), "long")
+    assert "limit" not in talk(FakeModel(), "short")
+
+
+def test_a_lost_worker_ends_the_conversation_with_its_error() -> None:
+    with pytest.raises(WorkerLostError, match="127.0.0.1:1"):
+        talk(FakeModel(), "lose")
+
+
+def test_replies_do_not_command_the_terminal() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    out = Terminal()
+    Repl(FakeModel(), SamplingParams(), (), out, script("escape")).run()
+    assert "a[2Jbc\né\n" in out.getvalue()
+    assert "\x1b" not in out.getvalue()
+    assert "\x1b[2J" in talk(FakeModel(), "escape")

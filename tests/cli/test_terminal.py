@@ -1,0 +1,138 @@
+"""The conversation on a real terminal (a pty): what keys and pastes do."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+CTRL_C, CTRL_D, ENTER = b"\x03", b"\x04", b"\r"
+PASTE_BEGIN, PASTE_END = b"\x1b[200~", b"\x1b[201~"
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]|\r")
+
+
+class Terminal:
+    """A program on a pty of its own, as its session's foreground."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.end, inner = pty.openpty()
+        self.process = subprocess.Popen(
+            command,
+            stdin=inner,
+            stdout=inner,
+            stderr=inner,
+            start_new_session=True,
+            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"},
+        )
+        os.close(inner)
+        self.seen = ""
+        self._raw = b""
+
+    def send(self, keys: bytes) -> None:
+        os.write(self.end, keys)
+
+    def wait_for(self, pattern: str, timeout_s: float = 60) -> str:
+        """Reads until ``pattern`` is seen; what was seen up to there is forgotten."""
+        limit_s = time.monotonic() + timeout_s
+        while not (found := re.search(pattern, self.seen)):
+            assert time.monotonic() < limit_s, f"{pattern!r} did not come; seen: {self.seen!r}"
+            if not self._read(limit_s - time.monotonic()):
+                raise AssertionError(f"{pattern!r} did not come before the end; seen: {self.seen!r}")
+        self.seen = self.seen[found.end() :]
+        return found[0]
+
+    def _read(self, timeout_s: float) -> bool:
+        if not select.select([self.end], [], [], max(0, timeout_s))[0]:
+            return True
+        try:
+            data = os.read(self.end, 65536)
+        except OSError:  # the other end is closed
+            return False
+        if b"\x1b[6n" in data:
+            os.write(self.end, b"\x1b[1;1R")  # it asks where the cursor is
+        self._raw += data
+        self.seen += _CONTROL.sub("", data.decode(errors="ignore"))
+        return bool(data)
+
+    def wait_end(self, timeout_s: float = 60) -> int:
+        limit_s = time.monotonic() + timeout_s
+        while self.process.poll() is None and time.monotonic() < limit_s:
+            self._read(0.05)
+        return self.process.wait(timeout=max(0.1, limit_s - time.monotonic()))
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        os.close(self.end)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    found = Terminal([sys.executable, str(Path(__file__).with_name("fake_model.py"))])
+    found.wait_for("Ctrl-D leaves")
+    found.wait_for("> ")
+    yield found
+    found.close()
+
+
+def test_a_line_is_a_message_and_ctrl_d_leaves_with_0(terminal: Terminal) -> None:
+    terminal.send(b"hello" + ENTER)
+    terminal.wait_for("heard 'hello'")
+    terminal.wait_for("> ")
+    terminal.send(CTRL_D)
+    assert terminal.wait_end() == 0
+
+
+def test_pasted_lines_are_one_message(terminal: Terminal) -> None:
+    terminal.send(PASTE_BEGIN + b"one\ntwo\r\n\nthree\n" + PASTE_END)
+    terminal.send(ENTER)
+    terminal.wait_for(re.escape(r"heard 'one\ntwo\n\nthree'"))
+
+
+def test_alt_enter_begins_a_new_line(terminal: Terminal) -> None:
+    terminal.send(b"one\x1b\rtwo" + ENTER)
+    terminal.wait_for(re.escape(r"heard 'one\ntwo'"))
+
+
+def test_ctrl_c_clears_the_line(terminal: Terminal) -> None:
+    terminal.send(b"never mind")
+    terminal.wait_for("never mind")
+    terminal.send(CTRL_C)
+    terminal.wait_for("> ")
+    terminal.send(b"hello" + ENTER)
+    terminal.wait_for("heard 'hello'")
+
+
+def test_ctrl_c_stops_a_reply_and_the_conversation_goes_on(terminal: Terminal) -> None:
+    terminal.send(b"slow" + ENTER)
+    terminal.wait_for("0 1 2 ")
+    terminal.send(CTRL_C)
+    terminal.wait_for(r"\[stopped\]")
+    terminal.wait_for("> ")
+    terminal.send(b"/stats" + ENTER)
+    terminal.wait_for("1 replies")
+    terminal.send(b"hello" + ENTER)
+    terminal.wait_for("heard 'hello'")
+    terminal.wait_for("> ")
+    terminal.send(CTRL_D)
+    assert terminal.wait_end() == 0
+
+
+def test_commands(terminal: Terminal) -> None:
+    terminal.send(b"/help" + ENTER)
+    terminal.wait_for("/reset   begin a new conversation")
+    terminal.send(b"/nonsense" + ENTER)
+    terminal.wait_for("/nonsense is no command")
+    terminal.send(b"/reset" + ENTER)
+    terminal.wait_for("A new conversation")
