@@ -64,7 +64,9 @@ class FakeModel:
                 time.sleep(0.05)
             last = number == len(pieces)
             reason = ("length" if heard == "long" else "stop") if last else None
-            yield StreamOutput("0", piece, (number,), reason, RequestMetrics(7, min(number, limit), 0.25, 12.5))
+            yield StreamOutput(
+                "0", piece, (number,), reason, RequestMetrics(7, min(number, limit), 0.25, 12.5)
+            )
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,14 +26,14 @@ class Terminal:
 
     def __init__(self, command: list[str]) -> None:
         self.end, inner = pty.openpty()
+        termios.tcsetwinsize(inner, (40, 120))
+        # setsid makes the pty the controlling terminal of the program, so that Ctrl-C there is a signal.
         self.process = subprocess.Popen(
-            command,
+            ["setsid", "--ctty", "--wait", *command],
             stdin=inner,
             stdout=inner,
             stderr=inner,
-            start_new_session=True,
-            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
-            env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"},
+            env={**os.environ, "TERM": "xterm"},
         )
         os.close(inner)
         self.seen = ""
@@ -72,7 +73,7 @@ class Terminal:
 
     def close(self) -> None:
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.send_signal(signal.SIGKILL)
             self.process.wait()
         os.close(self.end)
 
@@ -80,16 +81,18 @@ class Terminal:
 @pytest.fixture
 def terminal() -> Iterator[Terminal]:
     found = Terminal([sys.executable, str(Path(__file__).with_name("fake_model.py"))])
-    found.wait_for("Ctrl-D leaves")
-    found.wait_for("> ")
-    yield found
-    found.close()
+    try:
+        found.wait_for("Ctrl-D leaves")
+        found.wait_for(">")
+        yield found
+    finally:
+        found.close()
 
 
 def test_a_line_is_a_message_and_ctrl_d_leaves_with_0(terminal: Terminal) -> None:
     terminal.send(b"hello" + ENTER)
     terminal.wait_for("heard 'hello'")
-    terminal.wait_for("> ")
+    terminal.wait_for(">")
     terminal.send(CTRL_D)
     assert terminal.wait_end() == 0
 
@@ -109,7 +112,7 @@ def test_ctrl_c_clears_the_line(terminal: Terminal) -> None:
     terminal.send(b"never mind")
     terminal.wait_for("never mind")
     terminal.send(CTRL_C)
-    terminal.wait_for("> ")
+    terminal.wait_for(">")
     terminal.send(b"hello" + ENTER)
     terminal.wait_for("heard 'hello'")
 
@@ -119,12 +122,12 @@ def test_ctrl_c_stops_a_reply_and_the_conversation_goes_on(terminal: Terminal) -
     terminal.wait_for("0 1 2 ")
     terminal.send(CTRL_C)
     terminal.wait_for(r"\[stopped\]")
-    terminal.wait_for("> ")
+    terminal.wait_for(">")
     terminal.send(b"/stats" + ENTER)
     terminal.wait_for("1 replies")
     terminal.send(b"hello" + ENTER)
     terminal.wait_for("heard 'hello'")
-    terminal.wait_for("> ")
+    terminal.wait_for(">")
     terminal.send(CTRL_D)
     assert terminal.wait_end() == 0
 

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_model import FakeInfo, FakeModel
+
+from duckllm.cli import chat as verb
+from duckllm.cli.common import describe_facts, describe_workers, parse_workers
+from duckllm.cli.main import app, main
+from duckllm.errors import ConfigError
+from duckllm.outputs import RequestMetrics
+from duckllm.sampling_params import SamplingParams
+
+
+class Outcome:
+    """What ``duckllm`` with some arguments printed, its exit code, and how it loaded the model."""
+
+    def __init__(self) -> None:
+        self.model = FakeModel()
+        self.loaded: list[tuple[Any, ...]] = []
+        self.code = self.out = self.err = None
+
+    def load(self, *arguments: Any) -> FakeModel:
+        self.loaded.append(arguments)
+        return self.model
+
+
+@pytest.fixture
+def duckllm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*arguments: str, stdin: bytes | None = None) -> Outcome:
+        outcome = Outcome()
+        monkeypatch.setattr(verb, "_load", outcome.load)
+        monkeypatch.setattr(sys, "argv", ["duckllm", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin or b"")))
+        with pytest.raises(SystemExit) as request:
+            main()
+        outcome.code = request.value.code or 0
+        outcome.out, outcome.err = capsys.readouterr()
+        return outcome
+
+    return run
+
+
+def test_a_prompt_is_answered_and_the_facts_follow(duckllm: Any) -> None:
+    done = duckllm("chat", "--prompt", "What is a duck?", "--system", "be brief")
+    assert done.code == 0
+    assert done.out == (
+        "heard 'What is a duck?'\n"
+        "[2 workers, fp9, avx2+scalar, 2 tokens, 12.5 tok/s, first token after 0.25 s]\n"
+    )
+    assert done.err == ""
+    assert done.model.conversations == [
+        [{"role": "system", "content": "be brief"}, {"role": "user", "content": "What is a duck?"}]
+    ]
+
+
+def test_json_is_one_object_with_the_same_facts(duckllm: Any) -> None:
+    done = duckllm("chat", "--prompt", "é", "--json")
+    assert json.loads(done.out) == {
+        "text": "heard 'é'",
+        "finish_reason": "stop",
+        "num_workers": 2,
+        "weight_format": "fp9",
+        "isas": ["avx2", "scalar"],
+        "num_prompt_tokens": 7,
+        "num_generated_tokens": 2,
+        "time_to_first_token_s": 0.25,
+        "decode_tokens_per_s": 12.5,
+    }
+    assert done.out.count("\n") == 1
+
+
+def test_what_is_piped_in_is_one_message(duckllm: Any) -> None:
+    done = duckllm("chat", stdin="one\ntwo é\n\nthree\n".encode())
+    assert done.model.conversations == [[{"role": "user", "content": "one\ntwo é\n\nthree"}]]
+
+
+def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    arguments = "/m --prompt x --workers a:1,b:2 --wire-dtype bf16 --threads-per-worker 3 --max-model-len 99"
+    sampling = "--temperature 0.5 --top-k 4 --top-p 0.75 --min-p 0.25 --seed 6 --max-tokens 8"
+    done = duckllm("chat", *arguments.split(), *sampling.split(), "--token-file", str(token))
+    options = {"wire_dtype": "bf16", "threads_per_worker": 3, "cluster_token": "secret"}
+    assert done.loaded == [("/m", {"workers": ("a:1", "b:2"), **options}, 99)]
+    assert done.model.params == [
+        SamplingParams(temperature=0.5, top_k=4, top_p=0.75, min_p=0.25, seed=6, max_tokens=8)
+    ]
+
+
+def test_what_is_not_given_is_the_models_own(duckllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DUCKLLM_CLUSTER_TOKEN", raising=False)
+    monkeypatch.setattr(FakeModel, "default_sampling_params", SamplingParams(temperature=0.25, top_k=9))
+    done = duckllm("chat", "--prompt", "x", "--max-tokens", "5")
+    options = {"wire_dtype": "f32", "threads_per_worker": 0, "cluster_token": None}
+    assert done.loaded == [(None, {"workers": 2, **options}, None)]
+    assert done.model.params == [SamplingParams(temperature=0.25, top_k=9, max_tokens=5)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "message"),
+    [
+        (["--prompt", "  "], None, "prompt: got 'nothing'"),
+        ([], b"\n \n", "prompt: got 'nothing'"),
+        ([], b"ab\xff", "stdin: got 'byte 0xff', expected UTF-8 text"),
+        (["--prompt", "x", "--temperature", "-1"], None, "temperature: got -1.0"),
+        (["--prompt", "x", "--top-k", "-7"], None, "top_k: got -7"),
+        (["--prompt", "x", "--top-p", "0"], None, "top_p: got 0.0"),
+        (["--prompt", "x", "--min-p", "2"], None, "min_p: got 2.0"),
+        (["--prompt", "x", "--seed", "-1"], None, "seed: got -1"),
+        (["--prompt", "x", "--max-tokens", "0"], None, "max_tokens: got 0"),
+        (["--prompt", "x", "--workers", "-2"], None, "workers: got '-2'"),
+        (["--prompt", "x", "--workers", "a:b"], None, "workers: got 'a:b'"),
+        (["--prompt", "x", "--wire-dtype", "f64"], None, "wire_dtype: got 'f64', expected one of f32, bf16"),
+        (["--prompt", "x", "--threads-per-worker", "-1"], None, "threads_per_worker: got -1"),
+        (["--prompt", "x", "--token-file", "/nowhere/token"], None, "token_file: got '/nowhere/token'"),
+    ],
+)
+def test_a_wrong_value_is_one_sentence_before_anything_is_loaded(
+    duckllm: Any, arguments: list[str], stdin: bytes | None, message: str
+) -> None:
+    done = duckllm("chat", *arguments, stdin=stdin)
+    assert done.code == 2
+    assert done.err.startswith(f"duckllm: {message}")
+    assert done.err.count("\n") == 1
+    assert done.out == ""
+    assert done.loaded == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["chat", "--quack"], ["quack"], ["chat", "--top-k", "x"], ["chat", "a", "b"], ["convert"], ["--quack"]],
+)
+def test_wrong_usage_exits_with_2(duckllm: Any, arguments: list[str]) -> None:
+    done = duckllm(*arguments)
+    assert done.code == 2
+    assert "Usage: " in done.err
+    assert "Error: " in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_lost_worker_is_one_sentence(duckllm: Any) -> None:
+    done = duckllm("chat", "--prompt", "lose")
+    assert done.code == 1
+    assert done.err == "duckllm: worker 127.0.0.1:1 is lost at layer 3: it went away\n"
+
+
+def test_ctrl_c_is_quiet(duckllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FakeModel, "stream", interrupt)
+    done = duckllm("chat", "--prompt", "x")
+    assert (done.code, done.out, done.err) == (130, "", "")
+
+
+def test_version_and_help(duckllm: Any) -> None:
+    assert duckllm("--version").out.startswith("duckllm 0.")
+    for command in ("chat", "convert", "worker"):
+        assert f"  {command} " in duckllm("--help").out
+        shown = duckllm(command, "--help")
+        assert shown.code == 0
+        assert "Examples:\n  duckllm" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("3", 3), ("0", 0), (" 12 ", 12), ("a:1", ("a:1",)), ("a:1, [::1]:2", ("a:1", "[::1]:2"))],
+)
+def test_workers_are_a_number_or_addresses(text: str, expected: object) -> None:
+    assert parse_workers(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "-1", "two", "a:1,", "a:1,b", "a:99999", "1.5", "a:1;b:2"])
+def test_workers_that_are_neither(text: str) -> None:
+    with pytest.raises(ConfigError, match="workers: got "):
+        parse_workers(text)
+
+
+def test_facts_leave_out_what_is_unknown() -> None:
+    one_token = RequestMetrics(3, 1, 0.5, None)
+    assert describe_facts(FakeInfo(1, "fp9", ("avx512",)), one_token) == (
+        "[1 worker, fp9, avx512, 1 tokens, first token after 0.50 s]"
+    )
+    assert describe_workers(FakeInfo(0, "fp9", ("avx2",))) == "no workers, fp9, avx2"
+
+
+def test_every_verb_is_mounted() -> None:
+    assert [command.name for command in app.registered_commands] == ["chat", "convert", "worker"]
