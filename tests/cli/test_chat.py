@@ -165,7 +165,7 @@ def test_version_and_help(duckllm: Any) -> None:
         assert f"  {command} " in duckllm("--help").out
         shown = duckllm(command, "--help")
         assert shown.code == 0
-        assert "Examples:\n  duckllm" in shown.out
+        assert "  Examples:\n    duckllm " in shown.out
 
 
 @pytest.mark.parametrize(

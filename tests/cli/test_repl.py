@@ -144,7 +144,7 @@ def test_a_reply_cut_at_its_limit_says_so() -> None:
 
 
 def test_a_lost_worker_ends_the_conversation_with_its_error() -> None:
-    with pytest.raises(WorkerLostError, match="127.0.0.1:1"):
+    with pytest.raises(WorkerLostError, match=r"127\.0\.0\.1:1"):
         talk(FakeModel(), "lose")
 
 

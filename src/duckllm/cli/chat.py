@@ -29,7 +29,7 @@ EXAMPLES = """\b
 Examples:
   duckllm chat --prompt "What is a duck?"
   duckllm chat /models/mine --workers 3 --temperature 0.7
-  duckllm chat --workers 10.0.0.11:4100,10.0.0.12:4100 --token-file token
+  duckllm chat --workers 10.0.0.11:7411,10.0.0.12:7411 --token-file token
   echo "Is 1001 prime?" | duckllm chat --json
 """
 

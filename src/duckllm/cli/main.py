@@ -16,6 +16,7 @@ import typer
 from duckllm import __version__
 from duckllm.cli import chat as chat_verb
 from duckllm.cli.convert import convert
+from duckllm.cli.worker import worker
 from duckllm.errors import DuckError
 
 app = typer.Typer(
@@ -49,8 +50,15 @@ Examples:
   duckllm convert /checkpoints/mine /models/mine --verify
 """
 
+_WORKER_EXAMPLES = """\b
+Examples:
+  duckllm worker
+  duckllm worker --listen 0.0.0.0:7411 --model /models/mine --token-file token
+"""
+
 app.command("chat", epilog=chat_verb.EXAMPLES)(chat_verb.chat)
 app.command("convert", epilog=_CONVERT_EXAMPLES)(convert)
+app.command("worker", epilog=_WORKER_EXAMPLES)(worker)
 
 
 def main() -> NoReturn:
@@ -60,7 +68,7 @@ def main() -> NoReturn:
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows "?"
     code: int | str | None = 0
     try:
-        app()
+        app(prog_name="duckllm")
     except DuckError as error:
         print(f"duckllm: {error}", file=sys.stderr)
         code = error.exit_code
