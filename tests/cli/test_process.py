@@ -29,6 +29,20 @@ def test_the_module_runs_as_the_command() -> None:
     assert done.stdout.startswith("duckllm 0.")
 
 
+def test_a_package_that_only_hosts_have_is_named() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "sys.argv = ['duckllm', 'chat', '--prompt', 'x']\n"
+        "from duckllm.cli.main import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("duckllm: torch is not installed")
+    assert "Traceback" not in done.stderr
+
+
 def test_a_reader_that_leaves_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -19,6 +19,9 @@ from duckllm.cli.convert import convert
 from duckllm.cli.worker import worker
 from duckllm.errors import DuckError
 
+# What only the extra "host" installs.
+HOST_PACKAGES = ("jinja2", "prompt_toolkit", "safetensors", "torch", "transformers")
+
 app = typer.Typer(
     name="duckllm",
     no_args_is_help=True,
@@ -72,6 +75,15 @@ def main() -> NoReturn:
     except DuckError as error:
         print(f"duckllm: {error}", file=sys.stderr)
         code = error.exit_code
+    except ModuleNotFoundError as error:
+        if error.name not in HOST_PACKAGES:
+            raise
+        print(
+            f"duckllm: {error.name} is not installed: a node does without it, a host needs it; "
+            "install this package with its extra [host]",
+            file=sys.stderr,
+        )
+        code = 1
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:

@@ -1,0 +1,155 @@
+"""The documents tell the truth: links resolve, trees are the trees, commands exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
+LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def anchors(text: str) -> set[str]:
+    """The fragments that the headings of a document can be linked by."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def commands(text: str) -> list[str]:
+    """Every line of a document's code that runs ``duckllm`` or ``make``."""
+    indented = re.findall(r"^    (.+)$", text, re.MULTILINE)
+    fenced = [line for _, block in FENCE.findall(text) for line in block.splitlines()]
+    inline = re.findall(r"`([^`\n]+)`", text)
+    found = []
+    for line in (*indented, *fenced, *inline):
+        line = line.split(" # ")[0].strip()
+        for piece in line.split(" | "):
+            if re.match(r"(\.venv/bin/)?duckllm [a-z-]|make( |$)", piece):
+                found.append(piece.removeprefix(".venv/bin/"))
+    return found
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_resolve(path: Path) -> None:
+    for target in LINK.findall(path.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        name, _, fragment = target.partition("#")
+        linked = path if not name else path.parent / name
+        assert linked.exists(), f"{path.name}: {target}"
+        if fragment:
+            assert fragment in anchors(linked.read_text(encoding="utf-8")), f"{path.name}: {target}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_exist(path: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    for command in commands(path.read_text(encoding="utf-8")):
+        words = [word for word in shlex.split(command.replace("`", "")) if word != "..."]
+        if words[0] == "make":
+            assert {word for word in words[1:] if "=" not in word} <= targets, command
+            continue
+        shown = help_of(words[1]) if not words[1].startswith("-") else help_of()
+        for word in words[1:]:
+            if word.startswith("-"):
+                assert re.search(rf"{re.escape(word.split('=')[0])}\b", shown), command
+
+
+_HELP: dict[tuple[str, ...], str] = {}
+
+
+def help_of(*verb: str) -> str:
+    if verb not in _HELP:
+        done = subprocess.run(
+            [sys.executable, "-m", "duckllm", *verb, "--help"], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"duckllm {' '.join(verb)} --help: {done.stderr}"
+        _HELP[verb] = done.stdout
+    return _HELP[verb]
+
+
+def tree_of_readme() -> set[str]:
+    """Paths in the README's file tree: two more spaces of indentation are one folder deeper."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text.split("## Files\n")[1].split("\n## ")[0]
+    folders: list[str] = []
+    found = set()
+    for line in section.splitlines():
+        if not line.startswith("    ") or not line.strip():
+            continue
+        depth = (len(line) - len(line.lstrip())) // 2 - 2
+        name = line.split()[0]
+        assert len(line.split()) > 1, f"the tree says nothing about {name}"
+        del folders[depth:]
+        if name.endswith("/"):
+            folders.append(name)
+        else:
+            found.add("".join(folders) + name)
+    return found
+
+
+def test_the_readmes_tree_is_the_tree() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "src", "csrc"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    unnamed = ("__init__.py", "py.typed", "bind.cpp")
+    actual = {
+        path
+        for path in listed.stdout.splitlines()
+        if not path.endswith(unnamed) and "/demo/checkpoint/" not in path and (ROOT / path).exists()
+    }
+    # A header and its source are one entry.
+    sources = {path for path in actual if path.endswith(".cpp") and f"{path[:-4]}.h" in actual}
+    assert tree_of_readme() == actual - sources
+
+
+def test_python_code_of_the_readme_runs() -> None:
+    blocks = [
+        code for language, code in FENCE.findall((ROOT / "README.md").read_text()) if language == "python"
+    ]
+    assert blocks
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", "\n".join(blocks)],
+        capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "small wild or domesticated web-footed broad-billed swimming bird" in done.stdout
+
+
+def test_the_example_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "offline.py")],
+        capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("verb: to move (the head or body) quickly downwards")
+    assert "No, 1001 is not prime: 1001 = 7 x 11 x 13. (stop)" in lines
+    assert any("What is a goose?" in line for line in lines)
+    assert len(lines[-1].split(",")) == 20
+
+
+def test_the_architectures_list_is_the_one_that_is_checked() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").split("## 3. Modules")[1]
+    block = re.search(r"(?:^    .*\n|^\n)+", text.lstrip("\n"), re.MULTILINE)
+    assert block is not None
+    names = [
+        word.rstrip("/").removesuffix(".py")
+        for line in block[0].splitlines()
+        if re.match(r"    \S", line)
+        for word in re.findall(r"^    ((?:\S+(?:/|\.py) ?)+)", line)[0].split()
+    ]
+    code = (ROOT / "tests" / "test_layout.py").read_text(encoding="utf-8")
+    order = re.findall(r'"(\w+)"', code.split("ORDER = [")[1].split("]")[0])
+    assert names == [name for name in order if name != "__main__"]
