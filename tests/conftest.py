@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import duckllm.demo
+from duckllm.cluster.token import TOKEN_VARIABLE
+from duckllm.weights.resolve import CACHE_VARIABLE, resolve_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A model cache of the suite's own, for this process and those it starts."""
+    folder = tmp_path_factory.mktemp("model-cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_VARIABLE, str(folder))
+        patch.delenv(TOKEN_VARIABLE, raising=False)
+        yield folder
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +32,9 @@ def repository() -> Path:
 def demo_checkpoint() -> Path:
     """The demo model as it ships in the package: a Hugging Face checkpoint folder."""
     return Path(duckllm.demo.__file__).parent / "checkpoint"
+
+
+@pytest.fixture(scope="session")
+def demo_folder(model_cache: Path) -> Path:
+    """The demo model, converted; not to be changed."""
+    return resolve_model(None)

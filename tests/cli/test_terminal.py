@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 CTRL_C, CTRL_D, ENTER = b"\x03", b"\x04", b"\r"
@@ -139,3 +140,62 @@ def test_commands(terminal: Terminal) -> None:
     terminal.wait_for("/nonsense is no command")
     terminal.send(b"/reset" + ENTER)
     terminal.wait_for("A new conversation")
+
+
+def workers_of(pid: int) -> list[psutil.Process]:
+    return [
+        child for child in psutil.Process(pid).children(recursive=True) if "duckllm.worker" in child.cmdline()
+    ]
+
+
+def test_a_conversation_with_the_demo_model(demo_folder: Path) -> None:
+    """The whole path on a terminal: stop a reply, go on in the same conversation, leave nothing behind."""
+    terminal = Terminal([sys.executable, "-m", "duckllm", "chat", "--workers", "2"])
+    try:
+        terminal.wait_for("2 workers, fp9, .*Ctrl-D leaves")
+        workers = workers_of(terminal.process.pid)
+        assert len(workers) == 2
+        terminal.send(b"What are the first 32 primes?" + ENTER)
+        terminal.wait_for("2, 3, 5, 7, 11, ")
+        terminal.send(CTRL_C)
+        terminal.wait_for(r"\[stopped\]")
+        terminal.send(b"Is 1001 prime?" + ENTER)
+        terminal.wait_for("No, 1001 is not prime: 1001 = 7 x 11 x 13.")
+        terminal.send(b"What was my first question?" + ENTER)
+        terminal.wait_for(re.escape("What are the first 32 primes?"))
+        terminal.send(b"/stats" + ENTER)
+        terminal.wait_for("3 replies")
+        terminal.send(CTRL_D)
+        assert terminal.wait_end() == 0
+        _, alive = psutil.wait_procs(workers, timeout=10)
+        assert not alive
+    finally:
+        terminal.close()
+
+
+def test_a_worker_that_dies_ends_the_conversation_with_one_sentence(demo_folder: Path) -> None:
+    terminal = Terminal([sys.executable, "-m", "duckllm", "chat", "--workers", "2"])
+    try:
+        terminal.wait_for("Ctrl-D leaves")
+        workers = workers_of(terminal.process.pid)
+        workers[0].kill()
+        terminal.send(b"Is 1001 prime?" + ENTER)
+        terminal.wait_for("duckllm: worker 127.0.0.1:[0-9]+ is lost")
+        assert terminal.wait_end() == 1
+        assert "Traceback" not in terminal.seen
+        _, alive = psutil.wait_procs(workers, timeout=10)
+        assert not alive
+    finally:
+        terminal.close()
+
+
+def test_a_host_that_is_killed_leaves_no_worker(demo_folder: Path) -> None:
+    terminal = Terminal([sys.executable, "-m", "duckllm", "chat", "--workers", "2"])
+    try:
+        terminal.wait_for("Ctrl-D leaves")
+        workers = workers_of(terminal.process.pid)
+        terminal.process.kill()
+        _, alive = psutil.wait_procs(workers, timeout=10)
+        assert not alive
+    finally:
+        terminal.close()
