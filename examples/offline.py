@@ -28,7 +28,7 @@ def main() -> None:
 
         sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=20)
         [output] = llm.generate("A duck is", sampled)
-        print(output.outputs[0].token_ids)
+        print(f"{len(output.outputs[0].token_ids)} tokens: {output.outputs[0].text!r}")
 
 
 if __name__ == "__main__":

@@ -163,8 +163,10 @@ def test_a_conversation_with_the_demo_model(demo_folder: Path) -> None:
         terminal.wait_for("No, 1001 is not prime: 1001 = 7 x 11 x 13.")
         terminal.send(b"What was my first question?" + ENTER)
         terminal.wait_for(re.escape("What are the first 32 primes?"))
+        terminal.wait_for(">")
         terminal.send(b"/stats" + ENTER)
         terminal.wait_for("3 replies")
+        terminal.wait_for(">")
         terminal.send(CTRL_D)
         assert terminal.wait_end() == 0
         _, alive = psutil.wait_procs(workers, timeout=10)

@@ -87,11 +87,11 @@ def tree_of_readme() -> set[str]:
             continue
         depth = (len(line) - len(line.lstrip())) // 2 - 2
         name = line.split()[0]
-        assert len(line.split()) > 1, f"the tree says nothing about {name}"
         del folders[depth:]
         if name.endswith("/"):
             folders.append(name)
         else:
+            assert len(line.split()) > 1, f"the tree says nothing about {name}"
             found.add("".join(folders) + name)
     return found
 
@@ -137,7 +137,7 @@ def test_the_example_runs() -> None:
     assert lines[0].startswith("verb: to move (the head or body) quickly downwards")
     assert "No, 1001 is not prime: 1001 = 7 x 11 x 13. (stop)" in lines
     assert any("What is a goose?" in line for line in lines)
-    assert len(lines[-1].split(",")) == 20
+    assert re.match(r"\d+ tokens: '", lines[-1])
 
 
 def test_the_architectures_list_is_the_one_that_is_checked() -> None:
