@@ -5,11 +5,14 @@ Called by the models through :class:`duckllm.moe.executor.ExpertExecutor`; the r
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from duckllm import _native
+from duckllm.errors import ConfigError
 from duckllm.weights.manifest import Manifest
 from duckllm.weights.reader import ExpertFile
 
@@ -25,12 +28,15 @@ class LocalExperts:
 
     Raises:
         CheckpointError: An expert file is missing or truncated.
+        ConfigError: DUCK_FORCE_ISA names no instruction set, or one that this CPU lacks.
     """
 
     def __init__(
         self, manifest: Manifest, *, max_step_tokens: int = 256, num_threads: int = 1, isa: str = "auto"
     ) -> None:
         self._units = {layer: ExpertFile.open(manifest, layer).units for layer in manifest.expert_layers}
+        if isa == "auto":
+            isa = _select_isa()
         self._experts = _native.Experts(
             manifest.hidden_size,
             manifest.moe_intermediate_size,
@@ -73,3 +79,11 @@ class LocalStep:
     def wait(self) -> torch.Tensor:
         """The weighted sum over each token's experts, [T, H] f32."""
         return torch.from_numpy(self._experts.run(self._units, *self._rows))
+
+
+def _select_isa() -> str:
+    try:
+        return _native.select_isa()
+    except ValueError as error:
+        known = "one of " + ", ".join(_native.available_isas())
+        raise ConfigError("DUCK_FORCE_ISA", os.environ.get("DUCK_FORCE_ISA"), known) from error

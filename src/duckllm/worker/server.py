@@ -48,7 +48,8 @@ class WorkerServer:
         try:
             self._sessions = Sessions(config, log)
         except ValueError as error:
-            raise ConfigError("DUCK_FORCE_ISA", os.environ.get("DUCK_FORCE_ISA"), str(error)) from error
+            known = "one of " + ", ".join(_native.available_isas())
+            raise ConfigError("DUCK_FORCE_ISA", os.environ.get("DUCK_FORCE_ISA"), known) from error
         self._listener = _listen(config)
         name, port = self._listener.getsockname()[:2]
         self.address = Address(name, port)
