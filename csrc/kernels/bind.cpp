@@ -128,20 +128,15 @@ class PyExperts {
     const LayerUnits layer = layer_units(units, as_u32("units_first_stripe", units_first_stripe));
     if (x.ndim() != 2)
       fail("x", "shape " + shape_of(x), "shape [T, " + std::to_string(shape_.hidden_size) + "]");
-    StepRows rows;
     const size_t tokens = x.shape(0);
-    rows.num_tokens = as_u32("num_tokens", static_cast<int64_t>(tokens));
+    StepRows rows = step_rows(topk_ids, tokens);
     if (x.dtype() == nb::dtype<float>()) {
       rows.x = checked<float>("x", x, "float32", {tokens, shape_.hidden_size});
     } else {
       rows.x = checked<uint16_t>("x", x, "float32, or bfloat16 as uint16", {tokens, shape_.hidden_size});
       rows.x_type = ActivationType::kBf16;
     }
-    if (topk_ids.ndim() != 2) fail("topk_ids", "shape " + shape_of(topk_ids), "shape [T, K]");
-    const size_t top_k = topk_ids.shape(1);
-    rows.top_k = as_u32("top_k", static_cast<int64_t>(top_k));
-    rows.topk_ids = checked<int32_t>("topk_ids", topk_ids, "int32", {tokens, top_k});
-    rows.topk_weights = checked<float>("topk_weights", topk_weights, "float32", {tokens, top_k});
+    rows.topk_weights = checked<float>("topk_weights", topk_weights, "float32", {tokens, rows.top_k});
 
     if (out.is_none()) out = nb::cast(new_array<float>({tokens, shape_.hidden_size}));
     const auto result = writable_array(out);
@@ -153,10 +148,26 @@ class PyExperts {
     return out;
   }
 
+  uint64_t read_units(const AnyArray& units, const AnyArray& topk_ids, int64_t units_first_stripe) {
+    const LayerUnits layer = layer_units(units, as_u32("units_first_stripe", units_first_stripe));
+    const StepRows rows = step_rows(topk_ids, topk_ids.ndim() == 2 ? topk_ids.shape(0) : 0);
+    nb::gil_scoped_release release;
+    return experts_.read_units(layer, rows);
+  }
+
   std::string isa() const { return isa_name(experts_.isa()); }
   int num_threads() const { return pool_.num_threads(); }
 
  private:
+  static StepRows step_rows(const AnyArray& topk_ids, size_t tokens) {
+    if (topk_ids.ndim() != 2) fail("topk_ids", "shape " + shape_of(topk_ids), "shape [T, K]");
+    StepRows rows;
+    rows.num_tokens = as_u32("num_tokens", static_cast<int64_t>(tokens));
+    rows.top_k = as_u32("top_k", static_cast<int64_t>(topk_ids.shape(1)));
+    rows.topk_ids = checked<int32_t>("topk_ids", topk_ids, "int32", {tokens, topk_ids.shape(1)});
+    return rows;
+  }
+
   LayerUnits layer_units(const AnyArray& units, uint32_t units_first_stripe) const {
     const size_t bytes = unit_bytes(shape_.hidden_size);
     check_dtype<uint8_t>("units", units, "uint8");
@@ -327,6 +338,12 @@ void bind_kernels(nb::module_& m) {
            "        out is then untouched.\n\n"
            "Threading:\n    Releases the interpreter; one run at a time per object.\n\n"
            "Reference:\n    tests/kernels/expert_reference.py, float64, with the bound of experts.h")
+      .def("read_units", &PyExperts::read_units, "units"_a.noconvert(), "topk_ids"_a.noconvert(),
+           "units_first_stripe"_a = 0,
+           nb::sig("def read_units(self, units: numpy.typing.NDArray[numpy.uint8], "
+                   "topk_ids: numpy.typing.NDArray[numpy.int32], units_first_stripe: int = 0) -> int"),
+           "Reads the units that run would read for these ids, each once, on the same threads, and computes\n"
+           "nothing: the ceiling to measure run against. The exclusive or of their 64-bit words.")
       .def_prop_ro("isa", &PyExperts::isa)
       .def_prop_ro("num_threads", &PyExperts::num_threads);
 }

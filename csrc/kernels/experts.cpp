@@ -22,6 +22,8 @@
 namespace duck {
 namespace {
 
+constexpr size_t kReadPrefetchBytes = 2048;
+
 [[noreturn]] void fail(const std::string& field, uint64_t got, const std::string& expected) {
   throw std::invalid_argument(field + ": got " + std::to_string(got) + ", expected " + expected);
 }
@@ -101,7 +103,8 @@ struct Experts::Impl {
         pair_y(max_pairs()),
         pair_activations(max_pairs()),
         pair_weights(max_pairs()),
-        work([this](int thread) { work_on(thread); }) {
+        work([this](int thread) { work_on(thread); }),
+        read_work([this](int) { run_read(); }) {
     active.reserve(std::min<size_t>(max_pairs(), shape.num_experts));
     for (size_t pair = 0; pair < max_pairs(); ++pair) {
       pair_activations[pair] = activations.data() + pair * pair_floats;
@@ -134,14 +137,18 @@ struct Experts::Impl {
   uint32_t num_tokens = 0;
   float* output = nullptr;
   std::atomic<uint64_t> next_unit{0};
+  std::atomic<uint64_t> read_words{0};
   const std::function<void(int)> work;
+  const std::function<void(int)> read_work;
 
   void check(const StepRows& rows) const;
+  void find_active(const StepRows& rows);
   void sort_pairs(const StepRows& rows);
   void scale_x(const StepRows& rows);
   void work_on(int thread);
   void run_gate_up();
   void run_down(int thread);
+  void run_read();
 
   PairRows pairs_of(uint32_t expert) const {
     const uint32_t begin = expert_begin[expert];
@@ -169,21 +176,27 @@ void Experts::Impl::check(const StepRows& rows) const {
   }
 }
 
-// A counting sort; it keeps the (row, k) order within each expert.
-void Experts::Impl::sort_pairs(const StepRows& rows) {
+// Finds the experts that the ids name, and in expert_begin[e] the number of pairs up to and including expert
+// e.
+void Experts::Impl::find_active(const StepRows& rows) {
   std::fill(expert_begin.begin(), expert_begin.end(), 0);
   const size_t num_pairs = static_cast<size_t>(rows.num_tokens) * rows.top_k;
   for (size_t pair = 0; pair < num_pairs; ++pair) ++expert_begin[rows.topk_ids[pair]];
   active.clear();
-  uint32_t begin = 0;
+  uint32_t end = 0;
   for (uint32_t expert = 0; expert < shape.num_experts; ++expert) {
     if (expert_begin[expert] != 0) active.push_back(expert);
-    begin += expert_begin[expert];
-    expert_begin[expert] =
-        begin;  // the end for now; placing the pairs from the last backwards makes it the begin
+    end += expert_begin[expert];
+    expert_begin[expert] = end;
   }
-  expert_begin[shape.num_experts] = begin;
-  for (size_t pair = num_pairs; pair-- > 0;) {
+  expert_begin[shape.num_experts] = end;
+}
+
+// A counting sort. The pairs are placed from the last backwards, so those of an expert stay in (row, k) order
+// and expert_begin ends up at their beginnings.
+void Experts::Impl::sort_pairs(const StepRows& rows) {
+  find_active(rows);
+  for (size_t pair = static_cast<size_t>(rows.num_tokens) * rows.top_k; pair-- > 0;) {
     const uint32_t place = --expert_begin[rows.topk_ids[pair]];
     const size_t row = pair / rows.top_k;
     pair_x[place] = x.data() + row * row_floats;
@@ -255,6 +268,27 @@ void Experts::Impl::run_down(int thread) {
   }
 }
 
+void Experts::Impl::run_read() {
+  const uint64_t num_units = static_cast<uint64_t>(active.size()) * shape.num_stripes;
+  const size_t size = unit_bytes(shape.hidden_size);
+  uint64_t words = 0;
+  for (;;) {
+    const uint64_t index = next_unit.fetch_add(1, std::memory_order_relaxed);
+    if (index >= num_units) break;
+    const uint8_t* bytes = layer.base + active[index / shape.num_stripes] * layer.expert_stride_bytes +
+                           index % shape.num_stripes * size;
+    uint64_t parts[8] = {};
+    for (size_t line = 0; line < size; line += sizeof(parts)) {
+      __builtin_prefetch(bytes + line + kReadPrefetchBytes);
+      uint64_t loaded[8];
+      std::memcpy(loaded, bytes + line, sizeof(loaded));
+      for (int i = 0; i < 8; ++i) parts[i] ^= loaded[i];
+    }
+    for (uint64_t part : parts) words ^= part;
+  }
+  read_words.fetch_xor(words, std::memory_order_relaxed);
+}
+
 Experts::Experts(const ExpertShape& shape, uint32_t max_tokens, Isa isa, ThreadPool& pool)
     : impl_(std::make_unique<Impl>(shape, max_tokens, isa, pool)) {
   if (!isa_available(isa)) {
@@ -275,6 +309,16 @@ void Experts::run(const LayerUnits& layer, const StepRows& rows, float* y) {
   impl_->output = y;
   impl_->next_unit.store(0, std::memory_order_relaxed);
   impl_->pool.run(impl_->work);
+}
+
+uint64_t Experts::read_units(const LayerUnits& layer, const StepRows& rows) {
+  impl_->check(rows);
+  impl_->find_active(rows);
+  impl_->layer = layer;
+  impl_->next_unit.store(0, std::memory_order_relaxed);
+  impl_->read_words.store(0, std::memory_order_relaxed);
+  impl_->pool.run(impl_->read_work);
+  return impl_->read_words.load(std::memory_order_relaxed);
 }
 
 const ExpertShape& Experts::shape() const { return impl_->shape; }

@@ -91,6 +91,11 @@ class Experts {
   // T > max_tokens, top_k > shape.top_k, or an id outside [0, E); y is then untouched.
   void run(const LayerUnits& layer, const StepRows& rows, float* y);
 
+  // Reads the units that run() would read for these ids, each once, on the same threads, and computes
+  // nothing: the ceiling that a step is measured against. Returns the exclusive or of their 64-bit words.
+  // Throws as run() does.
+  uint64_t read_units(const LayerUnits& layer, const StepRows& rows);
+
   const ExpertShape& shape() const;
   Isa isa() const;
 

@@ -124,6 +124,9 @@ void test_sizes_and_threads() {
         const auto y = run(layer, step, isa, 1);
         for (size_t i = 0; i < y.size(); ++i) CHECK(std::fabs(y[i] - scalar[i]) <= 3e-6f * largest);
         for (int num_threads : {2, 5}) CHECK(same_bits(run(layer, step, isa, num_threads), y));
+        // The same operations in the same order, so no difference at all.
+        if (isa == Isa::kAvx512 && isa_available(Isa::kAvx2))
+          CHECK(same_bits(y, run(layer, step, Isa::kAvx2, 1)));
       }
     }
   }

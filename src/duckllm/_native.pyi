@@ -124,6 +124,17 @@ class Experts:
             tests/kernels/expert_reference.py, float64, with the bound of experts.h
         """
 
+    def read_units(
+        self,
+        units: numpy.typing.NDArray[numpy.uint8],
+        topk_ids: numpy.typing.NDArray[numpy.int32],
+        units_first_stripe: int = 0,
+    ) -> int:
+        """
+        Reads the units that run would read for these ids, each once, on the same threads, and computes
+        nothing: the ceiling to measure run against. The exclusive or of their 64-bit words.
+        """
+
     @property
     def isa(self) -> str: ...
     @property

@@ -58,6 +58,8 @@ def test_isas_agree() -> None:
     for y in results.values():
         assert np.all(abs(y - results["scalar"]) <= 2 * bound)
         assert abs(y - results["scalar"]).max() <= 2e-6 * abs(exact).max()
+    if {"avx2", "avx512"} <= results.keys():  # the same operations in the same order
+        assert_same_bits(results["avx512"], results["avx2"])
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), [(33, 17), (200, 200), (576, 100)])
@@ -210,3 +212,14 @@ def test_x_over_its_whole_range(new_experts: NewExperts, x_exponent: int) -> Non
     assert np.all(exact != 0)
     assert np.all(abs(y - exact) <= bound)
     assert abs(y - exact).max() <= 3e-6 * abs(exact).max()
+
+
+def test_read_units_reads_every_byte_of_the_active_experts(new_experts: NewExperts) -> None:
+    layer = Layer.random(5, 200, 40)
+    units = pack(layer)
+    topk_ids = np.array([[3, 1], [1, 3]], np.int32)
+    experts = new_experts(layer, first_stripe=1, num_stripes=2, num_threads=2)
+    words = np.ascontiguousarray(units[[1, 3], 1:3]).view(np.uint64).reshape(-1)
+    assert experts.read_units(units, topk_ids) == np.bitwise_xor.reduce(words)
+    with pytest.raises(ValueError, match=r"^topk_ids\[0, 0\]: got 5"):
+        experts.read_units(units, np.array([[5]], np.int32))
