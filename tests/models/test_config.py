@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from duckllm.errors import CheckpointError, UnsupportedModelError
+from duckllm.models.registry import load_config
+from support.checkpoints import BASE_CONFIG
+
+
+def load(folder: Path, **overrides: Any) -> Any:
+    (folder / "config.json").write_text(json.dumps(BASE_CONFIG | overrides))
+    return load_config(folder)
+
+
+def test_reads_what_the_file_says(tmp_path: Path) -> None:
+    config = load(tmp_path)
+    assert config.is_moe_layer == (False, True, True, True)
+    assert config.attention.scaling == pytest.approx(48**-0.5)
+    assert config.attention.index_topk == 256
+    assert config.rope_attention_scaling == 1.0
+    assert config.cache_elements_per_token == 4 * (32 + 16 + 32)
+
+
+def test_yarn_scales_the_products_and_the_rotations(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.0}
+    config = load(tmp_path, rope_scaling=yarn | {"original_max_position_embeddings": 128})
+    assert config.attention.scaling == pytest.approx(48**-0.5 * (0.1 * 1.3862944 + 1) ** 2)
+    assert config.rope_attention_scaling == pytest.approx((0.07 * 1.3862944 + 1) / (0.1 * 1.3862944 + 1))
+    assert config.inv_freq[0] == 1.0
+    assert config.inv_freq[-1] < 10000.0 ** (-14 / 16)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("scoring_func", "softmax"),
+        ("topk_method", "greedy"),
+        ("moe_layer_freq", 2),
+        ("mlp_bias", True),
+        ("num_key_value_heads", 2),
+    ],
+)
+def test_a_feature_that_is_not_implemented_is_refused_by_name(
+    tmp_path: Path, field: str, value: object
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"config\.json: {field}: got {value!r}, expected "):
+        load(tmp_path, **{field: value})
+
+
+def test_an_unknown_rope_type_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match="rope_scaling type: got 'linear', expected one of default, yarn"
+    ):
+        load(tmp_path, rope_scaling={"type": "linear", "factor": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("n_group", 3, "a divisor of n_routed_experts, 16"),
+        ("n_group", 16, "at most half of n_routed_experts, 16"),
+        ("topk_group", 2, "at most n_group, 1"),
+        ("num_experts_per_tok", 17, "at most 16"),
+        ("index_head_dim", 8, "at least qk_rope_head_dim"),
+        ("hidden_size", 0, "an integer of at least 1"),
+        ("index_topk", 0, "an integer of at least 1"),
+    ],
+)
+def test_a_contradiction_is_an_error_with_field_got_and_expected(
+    tmp_path: Path, field: str, value: int, expected: str
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path, **{field: value})
+    assert str(caught.value) == f"config.json: {field}: got {value}, expected {expected}"
+
+
+@pytest.mark.parametrize(("field", "value"), [("q_lora_rank", None), ("hidden_size", "many")])
+def test_a_value_of_the_wrong_kind_is_one_sentence(tmp_path: Path, field: str, value: object) -> None:
+    with pytest.raises(CheckpointError, match=field) as caught:
+        load(tmp_path, **{field: value})
+    assert "\n" not in str(caught.value)
+
+
+def test_an_odd_rotary_dimension_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="even"):
+        load(tmp_path, qk_rope_head_dim=15)
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=r"architectures: got \['Other'\], expected one of DeepseekV32ForCausalLM"
+    ):
+        load(tmp_path, architectures=["Other"])
+
+
+def test_a_missing_or_broken_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_config(tmp_path)

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from duckllm.moe.router import GroupLimitedRouter
+
+HIDDEN, EXPERTS = 24, 16
+
+
+def make_router(num_groups: int = 4, topk_group: int = 2, normalize: bool = True) -> GroupLimitedRouter:
+    generator = torch.Generator().manual_seed(3)
+    return GroupLimitedRouter(
+        torch.randn(EXPERTS, HIDDEN, generator=generator),
+        0.4 * torch.randn(EXPERTS, generator=generator),
+        num_groups=num_groups,
+        topk_group=topk_group,
+        top_k=3,
+        normalize=normalize,
+        scaling_factor=2.5,
+    )
+
+
+def route_one(router: GroupLimitedRouter, x: list[float]) -> list[tuple[int, float]]:
+    """The scalar twin: plain loops over Python floats."""
+    scores, choice = [], []
+    for weights, bias in zip(router.weight.tolist(), router.correction_bias.tolist(), strict=True):
+        scores.append(1 / (1 + math.exp(-sum(a * b for a, b in zip(weights, x, strict=True)))))
+        choice.append(scores[-1] + bias)
+    size = len(choice) // router.num_groups
+    members = [list(range(g * size, (g + 1) * size)) for g in range(router.num_groups)]
+    group_score = [sum(sorted(choice[e] for e in group)[-2:]) for group in members]
+    groups = sorted(range(router.num_groups), key=lambda g: (-group_score[g], g))[: router.topk_group]
+    candidates = sorted((e for g in groups for e in members[g]), key=lambda e: (-choice[e], e))
+    chosen = candidates[: router.top_k]
+    total = sum(scores[e] for e in chosen) if router.normalize else 1.0
+    return [(e, scores[e] / total * router.scaling_factor) for e in chosen]
+
+
+@pytest.mark.parametrize(("num_groups", "topk_group"), [(1, 1), (4, 1), (4, 2), (4, 4), (8, 3)])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_routes_as_the_scalar_twin(num_groups: int, topk_group: int, normalize: bool) -> None:
+    router = make_router(num_groups, topk_group, normalize)
+    if topk_group * (EXPERTS // num_groups) < router.top_k:
+        pytest.skip("fewer candidates than experts of a token")
+    x = torch.randn(50, HIDDEN, generator=torch.Generator().manual_seed(4))
+    ids, weights = router(x)
+    assert ids.dtype == torch.int32
+    assert weights.dtype == torch.float32
+    for row in range(50):
+        expected = route_one(router, x[row].tolist())
+        assert ids[row].tolist() == [e for e, _ in expected]
+        assert weights[row].tolist() == pytest.approx([w for _, w in expected], rel=1e-5)
+
+
+def test_the_bias_changes_the_choice_and_not_the_weights() -> None:
+    x = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(4))
+    router = make_router(1, 1, normalize=False)
+    before, _ = router(x)
+    loser = next(e for e in range(EXPERTS) if e not in before[0].tolist())
+    router.correction_bias[loser] += 10
+    ids, weights = router(x)
+    assert ids[0, 0] == loser
+    assert weights[0, 0] == pytest.approx(2.5 * float(torch.sigmoid(x[0] @ router.weight[loser])), rel=1e-5)
+
+
+def test_equal_scores_go_to_the_lowest_numbers() -> None:
+    router = make_router()
+    router.weight.zero_()
+    router.correction_bias.zero_()
+    ids, weights = router(torch.ones(2, HIDDEN))
+    assert ids.tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert weights.flatten().tolist() == pytest.approx([2.5 / 3] * 6)
+
+
+def test_a_row_does_not_see_the_other_rows() -> None:
+    router = make_router()
+    x = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(5))
+    ids, _ = router(x)
+    for row in range(20):
+        assert router(x[row : row + 1])[0].tolist() == [ids[row].tolist()]

@@ -1,0 +1,106 @@
+"""The demo model against transformers in float32, short questions and conversations past the sparse border."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.models import TOLERANCE, all_logits, build_model, difference, greedy
+from support.reference import load_reference, reference_greedy, reference_logits
+from transformers import DeepseekV32ForCausalLM
+
+from duckllm.demo import load_questions
+from duckllm.engine.engine import Engine
+from duckllm.layers import indexer, mla
+from duckllm.layers.rope import rotate_interleaved
+from duckllm.text import Tokenizer
+
+# Where the border of a selection is nearer than this to a tie, float32 rounding decides it.
+UNDECIDED = 1e-6
+EOS = 1
+
+
+@pytest.fixture(scope="module")
+def reference(demo_checkpoint: Path) -> DeepseekV32ForCausalLM:
+    return load_reference(demo_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_checkpoint: Path) -> Tokenizer:
+    return Tokenizer(demo_checkpoint)
+
+
+def conversation(first: int, num_turns: int) -> list[dict[str, str]]:
+    messages = []
+    for question in load_questions()[first : first + num_turns]:
+        messages.append({"role": "user", "content": question.question})
+        messages.append({"role": "assistant", "content": question.answer})
+    return messages
+
+
+def test_greedy_tokens_equal_the_reference(
+    reference: DeepseekV32ForCausalLM, tokenizer: Tokenizer, demo_model: Path
+) -> None:
+    """64 steps on 20 questions, the reference decoding token by token with its own cache."""
+    engine = Engine(
+        build_model(demo_model), max_model_len=512, max_step_tokens=256, eos_token_ids=frozenset({EOS})
+    )
+    for question in load_questions()[::9]:
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": question.question}])
+        expected = reference_greedy(reference, prompt, 64, EOS)
+        assert greedy(engine, prompt, 64, ignore_eos=False) == expected, question
+
+
+@pytest.mark.parametrize("first", [0, 40, 80, 120])
+def test_logits_of_conversations_equal_the_reference(
+    first: int,
+    reference: DeepseekV32ForCausalLM,
+    tokenizer: Tokenizer,
+    demo_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Up to 300 tokens, of which those from the 129th on attend to 128 selected ones.
+
+    Its four index heads give many scores of exactly zero, whose ties are decided by position, and now and then
+    one that is zero but for rounding: positions where such a one lies on the border are left out and counted.
+    """
+    tokens = tokenizer.apply_chat_template(conversation(first, 12))[:300]
+    assert len(tokens) > 200
+    undecided = torch.zeros(len(tokens), dtype=torch.bool)
+
+    def watched(scores: torch.Tensor, topk: int) -> torch.Tensor:
+        best = scores.topk(topk + 1, dim=-1).values
+        gap = best[:, -2] - best[:, -1]
+        undecided.logical_or_((gap > 0) & (gap < UNDECIDED))
+        return original(scores, topk)
+
+    original = mla.select_topk
+    monkeypatch.setattr(mla, "select_topk", watched)
+    logits = all_logits(build_model(demo_model), tokens, len(tokens))
+    monkeypatch.setattr(mla, "select_topk", original)
+    expected = reference_logits(reference, tokens)
+    assert int(undecided.sum()) <= len(tokens) // 50
+    assert difference(logits[~undecided], expected[~undecided]) <= TOLERANCE
+    assert difference(logits[:128], expected[:128]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("step_tokens", [37, 1])
+def test_chunks_and_single_tokens_equal_the_whole(
+    step_tokens: int, reference: DeepseekV32ForCausalLM, tokenizer: Tokenizer, demo_model: Path
+) -> None:
+    tokens = tokenizer.apply_chat_template(conversation(3, 4))[:128]
+    logits = all_logits(build_model(demo_model), tokens, step_tokens)
+    assert difference(logits, reference_logits(reference, tokens)) <= TOLERANCE
+
+
+def test_an_interleaved_indexer_is_rejected(
+    reference: DeepseekV32ForCausalLM,
+    tokenizer: Tokenizer,
+    demo_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokens = tokenizer.apply_chat_template(conversation(0, 12))[:300]
+    monkeypatch.setattr(indexer, "rotate_half_split", rotate_interleaved)
+    logits = all_logits(build_model(demo_model), tokens, len(tokens))
+    assert difference(logits, reference_logits(reference, tokens)) > 100 * TOLERANCE
