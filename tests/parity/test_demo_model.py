@@ -40,11 +40,11 @@ def conversation(first: int, num_turns: int) -> list[dict[str, str]]:
 
 
 def test_greedy_tokens_equal_the_reference(
-    reference: DeepseekV32ForCausalLM, tokenizer: Tokenizer, demo_model: Path
+    reference: DeepseekV32ForCausalLM, tokenizer: Tokenizer, demo_folder: Path
 ) -> None:
     """64 steps on 20 questions, the reference decoding token by token with its own cache."""
     engine = Engine(
-        build_model(demo_model), max_model_len=512, max_step_tokens=256, eos_token_ids=frozenset({EOS})
+        build_model(demo_folder), max_model_len=512, max_step_tokens=256, eos_token_ids=frozenset({EOS})
     )
     for question in load_questions()[::9]:
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": question.question}])
@@ -57,7 +57,7 @@ def test_logits_of_conversations_equal_the_reference(
     first: int,
     reference: DeepseekV32ForCausalLM,
     tokenizer: Tokenizer,
-    demo_model: Path,
+    demo_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Up to 300 tokens, of which those from the 129th on attend to 128 selected ones.
@@ -77,7 +77,7 @@ def test_logits_of_conversations_equal_the_reference(
 
     original = mla.select_topk
     monkeypatch.setattr(mla, "select_topk", watched)
-    logits = all_logits(build_model(demo_model), tokens, len(tokens))
+    logits = all_logits(build_model(demo_folder), tokens, len(tokens))
     monkeypatch.setattr(mla, "select_topk", original)
     expected = reference_logits(reference, tokens)
     assert int(undecided.sum()) <= len(tokens) // 50
@@ -87,20 +87,20 @@ def test_logits_of_conversations_equal_the_reference(
 
 @pytest.mark.parametrize("step_tokens", [37, 1])
 def test_chunks_and_single_tokens_equal_the_whole(
-    step_tokens: int, reference: DeepseekV32ForCausalLM, tokenizer: Tokenizer, demo_model: Path
+    step_tokens: int, reference: DeepseekV32ForCausalLM, tokenizer: Tokenizer, demo_folder: Path
 ) -> None:
     tokens = tokenizer.apply_chat_template(conversation(3, 4))[:128]
-    logits = all_logits(build_model(demo_model), tokens, step_tokens)
+    logits = all_logits(build_model(demo_folder), tokens, step_tokens)
     assert difference(logits, reference_logits(reference, tokens)) <= TOLERANCE
 
 
 def test_an_interleaved_indexer_is_rejected(
     reference: DeepseekV32ForCausalLM,
     tokenizer: Tokenizer,
-    demo_model: Path,
+    demo_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tokens = tokenizer.apply_chat_template(conversation(0, 12))[:300]
     monkeypatch.setattr(indexer, "rotate_half_split", rotate_interleaved)
-    logits = all_logits(build_model(demo_model), tokens, len(tokens))
+    logits = all_logits(build_model(demo_folder), tokens, len(tokens))
     assert difference(logits, reference_logits(reference, tokens)) > 100 * TOLERANCE
