@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from random_checkpoint import make_checkpoint
@@ -18,7 +20,7 @@ from duckllm.weights import convert as convert_module
 from duckllm.weights.convert import convert
 from duckllm.weights.files import AtomicFile, FolderLock
 from duckllm.weights.manifest import Manifest
-from duckllm.weights.progress_file import PROGRESS_FILE
+from duckllm.weights.progress_file import PROGRESS_FILE, ProgressFile
 
 KILLED = """
 import os, signal, sys
@@ -104,7 +106,7 @@ def test_ctrl_c_leaves_a_state_to_go_on_from(tmp_path: Path) -> None:
     assert {name: identities(tmp_path / "dst")[name] for name in before} == before
 
 
-@pytest.mark.parametrize("damage", ["remove", "shorten", "flip"])
+@pytest.mark.parametrize("damage", ["remove", "shorten", "lengthen", "flip"])
 @pytest.mark.parametrize("name", ["host-00000.safetensors", "experts-00001.safetensors"])
 def test_finished_files_that_were_damaged_are_written_again(tmp_path: Path, damage: str, name: str) -> None:
     make_checkpoint(tmp_path / "src")
@@ -121,6 +123,8 @@ def hurt(path: Path, damage: str) -> None:
         path.unlink()
     elif damage == "shorten":
         path.write_bytes(data[:-1])
+    elif damage == "lengthen":
+        path.write_bytes(data + b"\0")
     else:
         path.write_bytes(data[:-300] + bytes([data[-300] ^ 1]) + data[-299:])
 
@@ -137,6 +141,25 @@ def test_a_finished_model_with_a_damaged_file_is_mended(tmp_path: Path, damage: 
     changed = {name for name, identity in identities(tmp_path / "dst").items() if identity != before[name]}
     assert "experts-00002.safetensors" in changed
     assert not changed & {"experts-00001.safetensors", "host-00000.safetensors"}
+
+
+def test_no_file_gets_its_name_before_it_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "src")
+    add = ProgressFile.add
+
+    def stop(state: ProgressFile, name: str, *rest: Any) -> None:
+        if name == "experts-00002.safetensors":
+            assert not (tmp_path / "dst" / name).exists()
+            raise KeyboardInterrupt
+        add(state, name, *rest)
+
+    monkeypatch.setattr(ProgressFile, "add", stop)
+    with pytest.raises(KeyboardInterrupt):
+        convert(tmp_path / "src", tmp_path / "dst")
+    progress = json.loads((tmp_path / "dst" / PROGRESS_FILE).read_text())
+    weights = {path.name for path in (tmp_path / "dst").glob("*.safetensors")}
+    assert weights == set(progress["files"])
+    assert "experts-00001.safetensors" in weights
 
 
 def test_a_changed_checkpoint_does_not_go_on_from_the_old_ones_files(tmp_path: Path) -> None:
@@ -233,6 +256,32 @@ def test_a_lock_excludes_other_processes_and_leaves_nothing(tmp_path: Path) -> N
         assert other.stdout.readline() == "waiting\n"
         assert other.poll() is None
     assert other.communicate(timeout=60)[0] == "mine\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_on_a_file_that_was_removed_counts_for_nothing(tmp_path: Path) -> None:
+    waits, entered = threading.Semaphore(0), threading.Event()
+
+    def second() -> None:
+        with FolderLock(tmp_path, waits.release):
+            entered.set()
+
+    waiter = threading.Thread(target=second)
+    with FolderLock(tmp_path):
+        waiter.start()
+        assert waits.acquire(timeout=60)
+        (tmp_path / ".duck-lock").unlink()
+        other = FolderLock(tmp_path)
+        other.__enter__()
+        keep = tmp_path / ".duck-lock"
+        aside = tmp_path / "aside"
+        os.link(keep, aside)
+    os.rename(aside, keep)
+    assert waits.acquire(timeout=60), "the waiter got the removed file's lock, and must wait for the new one"
+    assert not entered.is_set()
+    other.__exit__(None, None, None)
+    waiter.join(60)
+    assert entered.is_set()
     assert list(tmp_path.iterdir()) == []
 
 
