@@ -49,7 +49,13 @@ def assert_same_experts(made: RandomCheckpoint, manifest: Manifest, suffix: str)
     ("intermediate", "hidden"), [(40, 72), (200, 136), (16, 32), (1, 1), (129, 257), (576, 7168)]
 )
 def test_fp8_experts_come_back_bit_for_bit(tmp_path: Path, intermediate: int, hidden: int) -> None:
-    few = {"num_hidden_layers": 2, "n_routed_experts": 2, "vocab_size": 8} if hidden == 7168 else {}
+    few = {
+        "num_hidden_layers": 2,
+        "num_nextn_predict_layers": 0,
+        "n_routed_experts": 1,
+        "num_experts_per_tok": 1,
+    }
+    few = few if hidden == 7168 else {}
     made = make_checkpoint(tmp_path / "src", moe_intermediate_size=intermediate, hidden_size=hidden, **few)
     manifest = convert(tmp_path / "src", tmp_path / "dst", verify=True)
     assert manifest.num_stripes == -(-intermediate // 16)
