@@ -174,7 +174,7 @@ void Transport::send_to_all(const wire::TwoParts& message, uint32_t layer) {
     }
     for (size_t worker = 0; ready > 0 && worker < links_.size(); ++worker) {
       if (entries[worker].fd < 0) continue;
-      if (entries[worker].revents & ~POLLOUT) receive_from(worker, layer);
+      if (entries[worker].revents & ~POLLOUT) receive_from(worker, layer, nullptr);
       if (entries[worker].revents & POLLOUT) send_to(worker);
     }
   }
@@ -193,7 +193,7 @@ void Transport::wait(uint64_t ticket, float* sum) {
   for (;;) {
     size_t late = links_.size();
     for (size_t worker = links_.size(); worker-- > 0;) {
-      if (!step->arrived[worker]) receive_from(worker, step->layer);
+      if (!step->arrived[worker]) receive_from(worker, step->layer, step);
       entries[worker] = {step->arrived[worker] ? -1 : links_[worker]->fd, POLLIN, 0};
       if (!step->arrived[worker]) late = worker;
     }
@@ -216,8 +216,9 @@ void Transport::wait(uint64_t ticket, float* sum) {
   forget(ticket);
 }
 
-// Takes whatever has come from a worker, without waiting.
-void Transport::receive_from(size_t worker, uint32_t layer) {
+// Takes what has come from a worker, without waiting: all of it, or as far as its reply to `until`, so that a
+// worker that answers and then leaves has answered.
+void Transport::receive_from(size_t worker, uint32_t layer, const Step* until) {
   Link& link = *links_[worker];
   for (;;) {
     uint8_t* out = link.head + link.head_bytes;
@@ -244,6 +245,7 @@ void Transport::receive_from(size_t worker, uint32_t layer) {
       reason = error.what();
     }
     if (!reason.empty()) fail(worker, layer, reason);
+    if (until != nullptr && until->arrived[worker]) return;
   }
 }
 
@@ -386,7 +388,7 @@ std::vector<uint32_t> Transport::last_compute_us() const {
 // A worker that refuses a step says why before it closes, and the send fails before that is read: read it
 // first.
 void Transport::fail_to_send(size_t worker, uint32_t layer, int error) {
-  receive_from(worker, layer);
+  receive_from(worker, layer, nullptr);
   fail(worker, layer, "the connection failed: " + wire::error_text(error));
 }
 

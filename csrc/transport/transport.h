@@ -85,7 +85,7 @@ class Transport {
   void forget(uint64_t ticket);
   Step& new_step(uint32_t layer, uint16_t lane, uint32_t num_tokens);
   void send_to_all(const wire::TwoParts& message, uint32_t layer);
-  void receive_from(size_t worker, uint32_t layer);
+  void receive_from(size_t worker, uint32_t layer, const Step* until);
   bool advance(size_t worker);
   void begin_body(size_t worker);
   void finish_body(Link& link, size_t worker);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from itertools import permutations
 
@@ -137,24 +138,51 @@ def test_late_and_duplicate_replies_are_dropped() -> None:
 @pytest.mark.parametrize("cut", [10, 30, 50])
 @pytest.mark.parametrize("reply_dtype", ["f32", "bf16"])
 def test_the_oldest_of_too_many_steps_is_forgotten(cut: int, reply_dtype: str) -> None:
-    def reply(sequence: int, value: float) -> bytes:
+    def reply(sequence: int, y: np.ndarray) -> bytes:
         if reply_dtype == "f32":
-            return reply_frame(sequence, rows(value))
-        payload = _native.encode_step_reply_header(5, 1, 0, 0, True) + as_bf16(rows(value)).tobytes()
+            return reply_frame(sequence, y)
+        payload = _native.encode_step_reply_header(5, len(y), 0, 0, True) + as_bf16(y).tobytes()
         return _native.encode_frame_header(FrameType.STEP_REPLY, len(payload), sequence) + payload
 
-    with fake_workers(1, reply_dtype=reply_dtype) as (transport, (worker,)):
-        first, second = submit(transport), submit(transport)
-        # Half of the first step's reply has been received when that step is forgotten.
-        half = reply(first, 1)
-        worker.sendall(reply(second, 2) + half[:cut])
-        np.testing.assert_array_equal(transport.wait(second), rows(2))
-        later = [submit(transport) for _ in range(64)]
+    tokens = 40_000
+    with fake_workers(1, reply_dtype=reply_dtype, max_step_tokens=tokens) as (transport, (worker,)):
+        first = submit(transport)
+        half = reply(first, rows(1))
+        worker.sendall(half[:cut])
+
+        def read_later() -> None:
+            time.sleep(0.2)
+            for _ in range(2):
+                read_request(worker)
+
+        # A step that fills the socket's buffer: half of the first reply is received while it is being sent.
+        reader = threading.Thread(target=read_later)
+        reader.start()
+        large = submit(transport, tokens)
+        reader.join()
+        later = [submit(transport) for _ in range(63)]
         with pytest.raises(ValueError, match=f"ticket: got {first}"):
             transport.wait(first)
-        worker.sendall(half[cut:] + b"".join(reply(ticket, ticket) for ticket in later))
+        worker.sendall(half[cut:])
+        threading.Thread(target=worker.sendall, args=(reply(large, rows(*range(tokens))),)).start()
+        rounded = as_bf16(rows(*range(tokens))).astype(np.uint32) << 16
+        expected = rows(*range(tokens)) if reply_dtype == "f32" else rounded.view(np.float32)
+        np.testing.assert_array_equal(transport.wait(large), expected)
         for ticket in later:
+            worker.sendall(reply(ticket, rows(ticket)))
             np.testing.assert_array_equal(transport.wait(ticket), rows(ticket))
+
+
+def test_a_worker_that_answers_and_leaves_has_answered() -> None:
+    with fake_workers(2) as (transport, (first, second)):
+        ticket = submit(transport)
+        for worker in (first, second):
+            read_request(worker)
+            worker.sendall(reply_frame(ticket, rows(3)))
+            worker.close()
+        np.testing.assert_array_equal(transport.wait(ticket), rows(6))
+        with pytest.raises(WorkerLostError):
+            submit(transport)
 
 
 @pytest.mark.parametrize("size", [1, 7, 24, 39, 41])

@@ -1,0 +1,197 @@
+// The transport against workers that are threads of this test: order of sums, large steps, calls from several
+// threads, and workers that go away. Meant to run under the sanitizers too.
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "tests/check.h"
+#include "transport/transport.h"
+#include "wire/frame.h"
+#include "wire/socket_io.h"
+
+using namespace duck;
+
+namespace {
+
+constexpr uint32_t kHidden = 33;
+constexpr uint32_t kTopK = 2;
+
+bool read_exactly(int fd, uint8_t* out, size_t bytes) {
+  for (size_t got = 0; got < bytes;) {
+    const ssize_t now = ::read(fd, out + got, bytes - got);
+    if (now <= 0) return false;
+    got += static_cast<size_t>(now);
+  }
+  return true;
+}
+
+bool write_exactly(int fd, const std::vector<uint8_t>& data) {
+  for (size_t sent = 0; sent < data.size();) {
+    const ssize_t now = ::send(fd, data.data() + sent, data.size() - sent, MSG_NOSIGNAL);
+    if (now <= 0) return false;
+    sent += static_cast<size_t>(now);
+  }
+  return true;
+}
+
+// Answers every step with (worker + 1) * x, until the connection ends or `steps` are answered.
+void serve(int fd, int worker, int steps) {
+  std::vector<uint8_t> payload;
+  for (int step = 0; step < steps; ++step) {
+    uint8_t head[wire::kFrameHeaderBytes];
+    if (!read_exactly(fd, head, sizeof(head))) break;
+    const wire::FrameHeader frame = wire::decode_frame_header(head);
+    if (frame.type != wire::FrameType::kStepRequest) break;
+    payload.resize(frame.payload_bytes);
+    if (!read_exactly(fd, payload.data(), payload.size())) break;
+    const wire::StepRequestHeader request = wire::decode_step_request_header(payload.data());
+    wire::StepReplyHeader reply;
+    reply.layer = request.layer;
+    reply.lane = request.lane;
+    reply.num_tokens = request.num_tokens;
+    const size_t values = size_t{request.num_tokens} * kHidden;
+    const auto* x = reinterpret_cast<const float*>(payload.data() + wire::kStepHeaderBytes +
+                                                   size_t{request.num_tokens} * request.top_k * 8);
+    std::vector<uint8_t> out(wire::kFrameHeaderBytes + wire::kStepHeaderBytes + 4 * values);
+    const auto payload_bytes = static_cast<uint32_t>(wire::step_reply_bytes(reply, kHidden));
+    wire::encode_frame_header({wire::FrameType::kStepReply, payload_bytes, frame.sequence}, out.data());
+    wire::encode_step_reply_header(reply, out.data() + wire::kFrameHeaderBytes);
+    auto* y = reinterpret_cast<float*>(out.data() + wire::kFrameHeaderBytes + wire::kStepHeaderBytes);
+    for (size_t i = 0; i < values; ++i) y[i] = static_cast<float>(worker + 1) * x[i];
+    if (!write_exactly(fd, out)) break;
+  }
+  ::close(fd);
+}
+
+// A transport whose workers are threads.
+struct Flock {
+  explicit Flock(int count, uint32_t max_tokens, int steps = 1 << 30, int64_t timeout_ms = 20'000) {
+    std::vector<int> ours;
+    for (int worker = 0; worker < count; ++worker) {
+      int pair[2];
+      CHECK(::socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0);
+      ours.push_back(pair[0]);
+      threads.emplace_back(serve, pair[1], worker, steps);
+    }
+    TransportConfig config;
+    config.hidden_size = kHidden;
+    config.top_k = kTopK;
+    config.max_step_tokens = max_tokens;
+    config.step_timeout_ms = timeout_ms;
+    transport = std::make_unique<Transport>(ours, config);
+  }
+  ~Flock() {
+    transport.reset();
+    for (std::thread& thread : threads) thread.join();
+  }
+
+  uint64_t submit(const std::vector<float>& x) {
+    const auto tokens = static_cast<uint32_t>(x.size() / kHidden);
+    const std::vector<int32_t> ids(tokens * kTopK, 1);
+    const std::vector<float> weights(tokens * kTopK, 1.0f);
+    return transport->submit(7, 0, tokens, kTopK, x.data(), ids.data(), weights.data());
+  }
+
+  std::unique_ptr<Transport> transport;
+  std::vector<std::thread> threads;
+};
+
+std::vector<float> random_rows(uint32_t tokens, uint32_t seed) {
+  std::minstd_rand random(seed + 1);
+  std::vector<float> x(size_t{tokens} * kHidden);
+  for (float& value : x) value = static_cast<float>(random() % 100000) / 1000.0f - 50.0f;
+  return x;
+}
+
+std::vector<float> expected_sum(const std::vector<float>& x, int workers) {
+  std::vector<float> sum = x;
+  for (int worker = 1; worker < workers; ++worker) {
+    for (size_t i = 0; i < x.size(); ++i) sum[i] += static_cast<float>(worker + 1) * x[i];
+  }
+  return sum;
+}
+
+void many_steps_in_flight(int workers, uint32_t tokens) {
+  Flock flock(workers, tokens);
+  std::vector<std::vector<float>> inputs;
+  std::vector<uint64_t> tickets;
+  for (uint32_t step = 0; step < 20; ++step) {
+    inputs.push_back(random_rows(1 + (step * 7) % tokens, step));
+    tickets.push_back(flock.submit(inputs.back()));
+  }
+  for (size_t step = tickets.size(); step-- > 0;) {
+    std::vector<float> sum(inputs[step].size());
+    flock.transport->wait(tickets[step], sum.data());
+    CHECK(sum == expected_sum(inputs[step], workers));
+  }
+}
+
+void calls_from_several_threads() {
+  Flock flock(3, 4);
+  std::vector<std::thread> callers;
+  for (uint32_t caller = 0; caller < 4; ++caller) {
+    callers.emplace_back([&flock, caller] {
+      for (uint32_t step = 0; step < 50; ++step) {
+        const std::vector<float> x = random_rows(1 + step % 4, 1000 * caller + step);
+        std::vector<float> sum(x.size());
+        flock.transport->wait(flock.submit(x), sum.data());
+        CHECK(sum == expected_sum(x, 3));
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+}
+
+void a_worker_that_leaves() {
+  Flock flock(2, 4, 3);
+  const std::vector<float> x = random_rows(2, 1);
+  std::vector<float> sum(x.size());
+  for (int step = 0; step < 3; ++step) flock.transport->wait(flock.submit(x), sum.data());
+  int errors = 0;
+  for (int again = 0; again < 3; ++again) {
+    try {
+      flock.transport->wait(flock.submit(x), sum.data());
+    } catch (const TransportError& error) {
+      ++errors;
+      CHECK(error.worker() < 2 && error.layer() == 7u);
+    }
+  }
+  CHECK(errors == 3);
+  CHECK(flock.transport->closed());
+}
+
+void close_while_another_thread_submits() {
+  Flock flock(2, 4);
+  std::atomic<bool> started{false};
+  std::thread caller([&] {
+    const std::vector<float> x = random_rows(1, 1);
+    std::vector<float> sum(x.size());
+    try {
+      for (;;) {
+        flock.transport->wait(flock.submit(x), sum.data());
+        started = true;
+      }
+    } catch (const TransportError&) {
+    }
+  });
+  while (!started) std::this_thread::yield();
+  flock.transport->close();
+  caller.join();
+}
+
+}  // namespace
+
+int main() {
+  many_steps_in_flight(1, 3);
+  many_steps_in_flight(3, 5000);  // larger than the socket buffers
+  many_steps_in_flight(8, 40);
+  calls_from_several_threads();
+  a_worker_that_leaves();
+  close_while_another_thread_submits();
+  return duck::test::report();
+}
