@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import write_random_checkpoint
-from support.experts import DictTensors, TorchExperts
-from support.models import greedy
-from support.reference import read_checkpoint
 
 from duckllm.engine.engine import Engine
 from duckllm.errors import ConfigError, PromptTooLongError, RequestError
 from duckllm.models.deepseek_v32 import DeepseekV32ForCausalLM
 from duckllm.models.registry import load_config, load_model
 from duckllm.sampling_params import SamplingParams
+from support.checkpoints import write_random_checkpoint
+from support.experts import DictTensors, TorchExperts
+from support.models import greedy
+from support.reference import read_checkpoint
 
 CONTEXT = 40
 PROMPT = [5, 9, 200, 31, 77, 12, 8]

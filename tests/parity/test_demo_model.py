@@ -1,4 +1,4 @@
-"""The demo model against transformers in float32, short questions and conversations past the sparse border."""
+"""The demo model against transformers in float32: questions, and conversations past the sparse border."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models import TOLERANCE, all_logits, build_model, difference, greedy
-from support.reference import load_reference, reference_greedy, reference_logits
 from transformers import DeepseekV32ForCausalLM
 
 from duckllm.demo import load_questions
@@ -15,6 +13,8 @@ from duckllm.engine.engine import Engine
 from duckllm.layers import indexer, mla
 from duckllm.layers.rope import rotate_interleaved
 from duckllm.text import Tokenizer
+from support.models import TOLERANCE, all_logits, build_model, difference, greedy
+from support.reference import load_reference, reference_greedy, reference_logits
 
 # Where the border of a selection is nearer than this to a tie, float32 rounding decides it.
 UNDECIDED = 1e-6
@@ -62,8 +62,9 @@ def test_logits_of_conversations_equal_the_reference(
 ) -> None:
     """Up to 300 tokens, of which those from the 129th on attend to 128 selected ones.
 
-    Its four index heads give many scores of exactly zero, whose ties are decided by position, and now and then
-    one that is zero but for rounding: positions where such a one lies on the border are left out and counted.
+    Its four index heads give many scores of exactly zero, whose ties are decided by position, and now and
+    then one that is zero but for rounding: positions where such a one lies on the border are left out and
+    counted.
     """
     tokens = tokenizer.apply_chat_template(conversation(first, 12))[:300]
     assert len(tokens) > 200

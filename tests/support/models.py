@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
+from duckllm.cluster import open_cluster
+from duckllm.config import ClusterConfig
 from duckllm.engine.engine import Engine
 from duckllm.models.deepseek_v32 import DeepseekV32ForCausalLM
 from duckllm.models.registry import load_config, load_model
+from duckllm.moe.dispatch import RemoteExperts
 from duckllm.moe.executor import ExpertExecutor
 from duckllm.moe.local import LocalExperts
+from duckllm.moe.placement import plan_workers
 from duckllm.sampling_params import SamplingParams
+from duckllm.transport.transport import Transport
 from duckllm.weights.host_tensors import HostTensors
 from duckllm.weights.manifest import Manifest
 
 TOLERANCE = 2e-3
-GREEDY = SamplingParams(temperature=0.0)
 
 
 def build_model(
@@ -52,3 +58,23 @@ def difference(logits: torch.Tensor, reference: torch.Tensor) -> float:
 def greedy(engine: Engine, token_ids: list[int], num_tokens: int, *, ignore_eos: bool = True) -> list[int]:
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=ignore_eos)
     return list(engine.run(engine.new_request(token_ids, params)))
+
+
+@contextmanager
+def remote_experts(
+    folder: Path, workers: int, wire_dtype: str = "f32", max_step_tokens: int = 512
+) -> Iterator[RemoteExperts]:
+    """Experts on worker processes."""
+    manifest = Manifest.load(folder)
+    config = ClusterConfig(workers=workers, wire_dtype=wire_dtype, max_step_tokens=max_step_tokens)
+    with ExitStack() as stack:
+        cluster = stack.enter_context(open_cluster(config))
+        plans = plan_workers(manifest, workers, max_step_tokens=max_step_tokens, wire_dtype=wire_dtype)
+        transport = Transport(
+            cluster.connect(plans),
+            manifest.hidden_size,
+            manifest.num_experts_per_tok,
+            max_step_tokens=max_step_tokens,
+            wire_dtype=wire_dtype,
+        )
+        yield RemoteExperts(stack.enter_context(transport))

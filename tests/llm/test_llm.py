@@ -1,0 +1,219 @@
+"""The Python API, on the demo model with experts in this process."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import duckllm
+from duckllm import LLM, SamplingParams
+from duckllm.errors import ConfigError, ModelNotFoundError, PromptTooLongError, RequestError
+
+DUCK = [{"role": "user", "content": "What is a duck?"}]
+PRIME = [{"role": "user", "content": "Is 1001 prime?"}]
+PRIME_ANSWER = "No, 1001 is not prime: 1001 = 7 x 11 x 13."
+GREEDY = SamplingParams(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def llm(demo_folder: Path) -> Iterator[LLM]:
+    with LLM(demo_folder, workers=0, max_model_len=200) as llm:
+        yield llm
+
+
+def test_chat_answers_one_conversation(llm: LLM) -> None:
+    [output] = llm.chat(PRIME, GREEDY)
+    [completion] = output.outputs
+    assert completion.text == PRIME_ANSWER
+    assert (completion.index, completion.finish_reason) == (0, "stop")
+    assert completion.token_ids[-1] in llm.tokenizer.eos_token_ids
+    assert llm.tokenizer.decode(completion.token_ids) == PRIME_ANSWER
+    assert output.prompt is None
+    assert list(output.prompt_token_ids) == llm.tokenizer.apply_chat_template(PRIME)
+    assert output.finished
+    metrics = output.metrics
+    assert metrics.num_prompt_tokens == len(output.prompt_token_ids)
+    assert metrics.num_generated_tokens == len(completion.token_ids)
+    assert metrics.time_to_first_token_s is not None
+    assert metrics.decode_tokens_per_s is not None
+    assert metrics.time_to_first_token_s > 0
+    assert metrics.decode_tokens_per_s > 0
+
+
+def test_chat_answers_several_conversations_in_order(llm: LLM) -> None:
+    duck, prime = llm.chat([DUCK, PRIME], [SamplingParams(temperature=0, max_tokens=5), GREEDY])
+    assert prime.outputs[0].text == PRIME_ANSWER
+    assert len(duck.outputs[0].token_ids) == 5
+    assert duck.outputs[0].finish_reason == "length"
+    assert duck.outputs[0].text == "verb: to move ("
+    assert duck.request_id != prime.request_id
+
+
+def test_the_models_own_defaults_are_greedy(llm: LLM) -> None:
+    assert llm.default_sampling_params == GREEDY
+    assert llm.chat(PRIME)[0].outputs[0].text == PRIME_ANSWER
+
+
+def test_generate_takes_text_tokens_and_lists_of_both(llm: LLM) -> None:
+    text = "<|user|>Is 1001 prime?<|assistant|>"
+    ids = llm.tokenizer.encode(text)
+    for prompts, count in ((text, 1), (ids, 1), ([text], 1), ([ids], 1), ([text, ids], 2), ([], 0)):
+        outputs = llm.generate(prompts, GREEDY)
+        assert [output.outputs[0].text for output in outputs] == [PRIME_ANSWER] * count
+    assert [output.prompt for output in llm.generate([text, ids], GREEDY)] == [text, None]
+
+
+def test_stream_adds_up_to_the_reply(llm: LLM) -> None:
+    [whole] = llm.chat(DUCK, GREEDY)
+    outputs = list(llm.stream(DUCK, GREEDY))
+    assert "".join(output.text for output in outputs) == whole.outputs[0].text
+    assert tuple(token for output in outputs for token in output.token_ids) == whole.outputs[0].token_ids
+    assert [output.finish_reason for output in outputs[:-1]] == [None] * (len(outputs) - 1)
+    assert outputs[-1].finish_reason == "stop"
+    assert [output.metrics.num_generated_tokens for output in outputs] == list(range(1, len(outputs) + 1))
+    text = llm.tokenizer.decode(llm.tokenizer.apply_chat_template(PRIME))
+    assert text == "Is 1001 prime?"
+
+
+def test_streams_may_take_turns_and_be_left(llm: LLM) -> None:
+    duck, prime = llm.stream(DUCK, GREEDY), llm.stream(PRIME, GREEDY)
+    pairs = [(next(duck).text, next(prime).text) for _ in range(10)]
+    duck.close()
+    prime_text = "".join(text for _, text in pairs) + "".join(output.text for output in prime)
+    assert prime_text == PRIME_ANSWER
+    assert "".join(text for text, _ in pairs) == "verb: to move (the head or body)"
+    assert llm.chat(PRIME)[0].outputs[0].text == PRIME_ANSWER
+
+
+def test_a_sampled_reply_repeats_with_its_seed(llm: LLM) -> None:
+    def reply(seed: int) -> tuple[int, ...]:
+        params = SamplingParams(temperature=3.0, top_p=0.95, seed=seed, max_tokens=20)
+        return llm.chat(DUCK, params)[0].outputs[0].token_ids
+
+    assert reply(1) == reply(1)
+    assert reply(1) != reply(2)
+
+
+def test_ignore_eos_goes_on_to_the_context_end(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    [output] = llm.chat(PRIME, params)
+    assert output.outputs[0].finish_reason == "length"
+    assert output.metrics.num_prompt_tokens + output.metrics.num_generated_tokens == 200
+    assert output.outputs[0].text.startswith(PRIME_ANSWER)
+
+
+def test_a_long_prompt_is_an_error_and_leaves_the_llm_usable(llm: LLM) -> None:
+    with pytest.raises(PromptTooLongError, match="prompt: got 300 tokens, expected at most 199"):
+        llm.generate([[7] * 300])
+    with pytest.raises(PromptTooLongError):
+        llm.stream([{"role": "user", "content": "duck " * 300}])
+    assert llm.chat(PRIME)[0].outputs[0].text == PRIME_ANSWER
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[]], "prompt: got no tokens, expected at least 1"),
+        (5, "prompts: got int, expected text, token ids, or a list of these"),
+        ([1.5], "prompt: got float, expected text or a list of token ids"),
+        ([[99999]], "prompt: got token 99999, expected 0 to 8191"),
+        ([None], "prompt: got NoneType, expected text or a list of token ids"),
+    ],
+)
+def test_a_bad_prompt_is_an_error_in_one_sentence(llm: LLM, prompts: object, message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.generate(prompts)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("messages", ["text", 5, [{"role": "user"}], [["text"]], [], None])
+def test_a_bad_conversation_is_an_error(llm: LLM, messages: object) -> None:
+    with pytest.raises(RequestError):
+        llm.chat(messages)
+
+
+def test_sampling_params_must_be_that_and_as_many_as_prompts(llm: LLM) -> None:
+    with pytest.raises(
+        ConfigError, match="sampling_params: got '1 of them', expected one for each of 2 prompts"
+    ):
+        llm.chat([DUCK, PRIME], [GREEDY])
+    with pytest.raises(ConfigError, match="sampling_params: got {'temperature': 0}, expected SamplingParams"):
+        llm.chat(DUCK, {"temperature": 0})
+    with pytest.raises(ConfigError, match="sampling_params: got 3"):
+        llm.generate("a", [3])
+
+
+def test_a_closed_llm_says_so(demo_folder: Path) -> None:
+    llm = LLM(demo_folder, workers=0, max_model_len=64)
+    stream = llm.stream(PRIME)
+    next(stream)
+    llm.close()
+    llm.close()
+    for call in (
+        lambda: llm.chat(PRIME),
+        lambda: llm.generate("a"),
+        lambda: llm.stream("a"),
+        lambda: next(stream),
+    ):
+        with pytest.raises(RequestError, match="this LLM is closed"):
+            call()
+
+
+def test_an_llm_is_collected(demo_folder: Path) -> None:
+    llm = LLM(demo_folder, workers=0, max_model_len=64)
+    gone = weakref.ref(llm)
+    del llm
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"workers": -1}, "workers: got -1, expected "),
+        ({"workers": 1.5}, "workers: got 1.5, expected "),
+        ({"workers": ""}, "workers: got "),
+        ({"workers": []}, "workers: got "),
+        ({"workers": 9}, "workers: got 9, expected 1 to 8"),
+        ({"workers": "nonsense"}, "got 'nonsense'"),
+        ({"max_model_len": 1}, "max_model_len: got 1, expected "),
+        ({"max_model_len": 5000}, "max_model_len: got 5000, expected at most 4096"),
+        ({"host_threads": -1}, "host_threads: got -1, expected "),
+        ({"wire_dtype": "f16"}, "wire_dtype: got 'f16', expected one of f32, bf16"),
+        ({"max_step_tokens": 0}, "max_step_tokens: got 0, expected at least 1"),
+    ],
+)
+def test_a_wrong_value_is_an_error_with_field_and_value(
+    demo_folder: Path, arguments: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(demo_folder, **arguments)
+    assert message in str(caught.value)
+
+
+def test_an_unknown_argument_is_named(demo_folder: Path) -> None:
+    with pytest.raises(TypeError, match=r"unexpected keyword arguments: wrkers; known: .*step_timeout_s"):
+        LLM(demo_folder, wrkers=3)
+
+
+def test_a_missing_model_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError):
+        LLM(tmp_path / "none", workers=0)
+
+
+def test_importing_the_package_loads_no_torch_and_exports_what_it_lists() -> None:
+    code = (
+        "import sys, duckllm; assert 'torch' not in sys.modules; assert 'numpy' not in sys.modules\n"
+        "from duckllm import SamplingParams; assert 'torch' not in sys.modules\n"
+        "assert all(hasattr(duckllm, name) for name in duckllm.__all__); assert 'torch' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert set(duckllm.__all__) <= set(dir(duckllm))
+    with pytest.raises(AttributeError, match="no attribute 'Goose'"):
+        _ = duckllm.Goose

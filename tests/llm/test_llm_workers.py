@@ -1,0 +1,140 @@
+"""The Python API with worker processes: what is left behind, and what happens when one dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from duckllm import LLM, SamplingParams
+from duckllm.cluster.local import LocalCluster
+from duckllm.config import ClusterConfig
+from duckllm.errors import WorkerLostError, WorkerUnavailableError
+
+PRIME = [{"role": "user", "content": "Is 1001 prime?"}]
+PRIME_ANSWER = "No, 1001 is not prime: 1001 = 7 x 11 x 13."
+LONG = SamplingParams(temperature=0, ignore_eos=True)
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def test_leaving_the_context_leaves_no_process(demo_folder: Path) -> None:
+    before = children()
+    with LLM(demo_folder, workers=2, max_model_len=128) as llm:
+        info = llm.cluster_info()
+        assert (info.num_workers, info.weight_format, len(info.addresses)) == (2, "fp9", 2)
+        assert set(info.pids) == children() - before
+        assert llm.chat(PRIME)[0].outputs[0].text == PRIME_ANSWER
+    assert children() == before
+
+
+def test_an_error_inside_the_context_leaves_no_process(demo_folder: Path) -> None:
+    before = children()
+    with pytest.raises(ZeroDivisionError), LLM(demo_folder, workers=1, max_model_len=128):
+        raise ZeroDivisionError
+    assert children() == before
+
+
+def test_a_failing_start_leaves_no_process(demo_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = children()
+    monkeypatch.setattr("duckllm.llm.load_model", lambda *a, **k: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        LLM(demo_folder, workers=1)
+    assert children() == before
+
+
+def test_forgetting_to_close_leaves_no_process_at_exit(demo_folder: Path) -> None:
+    code = (
+        "import sys; from duckllm import LLM\n"
+        "llm = LLM(sys.argv[1], workers=2, max_model_len=64)\n"
+        "print(*llm.cluster_info().pids)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(demo_folder)], check=True, capture_output=True, text=True
+    )
+    pids = [int(pid) for pid in result.stdout.split()]
+    assert len(pids) == 2
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert result.stderr == ""
+
+
+def test_workers_at_addresses_serve_and_stay(demo_folder: Path) -> None:
+    with LocalCluster(ClusterConfig(workers=2)) as cluster:
+        addresses = [str(address) for address in cluster.addresses]
+        token = cluster._token
+        for workers in (addresses, ",".join(addresses)):
+            with LLM(demo_folder, workers=workers, cluster_token=token, max_model_len=128) as llm:
+                assert list(llm.cluster_info().addresses) == addresses
+                assert llm.chat(PRIME)[0].outputs[0].text == PRIME_ANSWER
+            assert all(psutil.pid_exists(pid) for pid in cluster.pids)
+
+
+def test_no_worker_at_an_address_is_an_error(demo_folder: Path) -> None:
+    with pytest.raises(WorkerUnavailableError, match=r"127\.0\.0\.1:1 "):
+        LLM(demo_folder, workers="127.0.0.1:1", connect_timeout_s=5)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_killed_in_the_middle_is_a_typed_error(demo_folder: Path, victim: int) -> None:
+    before = children()
+    with LLM(demo_folder, workers=2, max_model_len=512) as llm:
+        info = llm.cluster_info()
+        stream = llm.stream(PRIME, LONG)
+        for _ in range(5):
+            next(stream)
+        os.kill(info.pids[victim], signal.SIGKILL)
+        with pytest.raises(WorkerLostError) as caught:
+            list(stream)
+        assert caught.value.address == info.addresses[victim]
+        with pytest.raises(WorkerLostError):
+            llm.chat(PRIME)
+    assert children() == before
+
+
+def test_a_worker_that_stops_answering_is_an_error_within_the_timeout(demo_folder: Path) -> None:
+    before = children()
+    with LLM(demo_folder, workers=2, max_model_len=512, step_timeout_s=1.0) as llm:
+        info = llm.cluster_info()
+        stream = llm.stream(PRIME, LONG)
+        next(stream)
+        os.kill(info.pids[1], signal.SIGSTOP)
+        with pytest.raises(WorkerLostError) as caught:
+            list(stream)
+        assert caught.value.address == info.addresses[1]
+    assert children() == before
+
+
+def test_an_interrupt_in_the_middle_leaves_the_llm_usable(demo_folder: Path) -> None:
+    with LLM(demo_folder, workers=2, max_model_len=1024) as llm:
+        for delay_s in (0.05, 0.11, 0.17):
+            timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - the interrupt may come at any of these
+                timer.start()
+                for _ in llm.stream(PRIME, LONG):
+                    pass
+                time.sleep(5)
+            timer.join()
+            assert llm.chat(PRIME)[0].outputs[0].text == PRIME_ANSWER
+
+
+def test_bf16_on_the_wire_answers_the_same(demo_folder: Path) -> None:
+    with LLM(demo_folder, workers=2, wire_dtype="bf16", reply_dtype="bf16", max_model_len=128) as llm:
+        assert llm.chat(PRIME)[0].outputs[0].text == PRIME_ANSWER
+
+
+def test_a_prompt_longer_than_a_step_goes_in_several(demo_folder: Path) -> None:
+    messages = [PRIME[0], {"role": "assistant", "content": PRIME_ANSWER}] * 6
+    question = {"role": "user", "content": "What was my first question?"}
+    with LLM(demo_folder, workers=2, max_step_tokens=16, max_model_len=512) as llm:
+        [output] = llm.chat([*messages, question])
+    assert output.metrics.num_prompt_tokens > 160
+    assert output.outputs[0].text == PRIME[0]["content"]
