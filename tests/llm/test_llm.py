@@ -143,7 +143,9 @@ def test_sampling_params_must_be_that_and_as_many_as_prompts(llm: LLM) -> None:
         ConfigError, match="sampling_params: got '1 of them', expected one for each of 2 prompts"
     ):
         llm.chat([DUCK, PRIME], [GREEDY])
-    with pytest.raises(ConfigError, match="sampling_params: got {'temperature': 0}, expected SamplingParams"):
+    with pytest.raises(
+        ConfigError, match=r"sampling_params: got \{'temperature': 0\}, expected SamplingParams"
+    ):
         llm.chat(DUCK, {"temperature": 0})
     with pytest.raises(ConfigError, match="sampling_params: got 3"):
         llm.generate("a", [3])
