@@ -108,6 +108,16 @@ def test_a_worker_that_does_not_listen_to_reason_is_killed(monkeypatch: pytest.M
     check_gone(pids)
 
 
+def test_files_in_the_working_folder_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("selectors", "json", "duckllm"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
+    monkeypatch.chdir(tmp_path)
+    with LocalCluster(ClusterConfig(workers=1)) as cluster:
+        assert psutil.pid_exists(cluster.pids[0])
+
+
 def test_interrupting_the_host_does_not_reach_its_workers() -> None:
     with LocalCluster(ClusterConfig(workers=1)) as cluster:
         assert os.getsid(cluster.pids[0]) != os.getsid(0)

@@ -74,16 +74,19 @@ def test_bf16_replies_are_widened_exactly() -> None:
         np.testing.assert_array_equal(transport.wait(ticket), expected)
 
 
+# In f32 (1e8 + 1) - 1e8 is 0 and (1e8 - 1e8) + 1 is 1; adding the last two first tells on each of them.
+@pytest.mark.parametrize("values", [(BIG, SMALL, -BIG), (BIG, -BIG, SMALL), (SMALL, BIG, -BIG)])
 @pytest.mark.parametrize("arrival", list(permutations(range(3))))
-def test_partial_sums_are_added_in_worker_order(arrival: tuple[int, ...]) -> None:
-    # (1e8 + 1) - 1e8 is 0 in f32, and every other order gives 1.
-    values = [BIG, SMALL, -BIG]
+def test_partial_sums_are_added_in_worker_order(
+    arrival: tuple[int, ...], values: tuple[np.float32, np.float32, np.float32]
+) -> None:
+    assert len({float((a + b) + c) for a, b, c in permutations(values)}) == 2
     with fake_workers(3) as (transport, workers):
         ticket = submit(transport)
         for worker in arrival:
             workers[worker].sendall(reply_frame(ticket, rows(values[worker]), compute_us=worker + 7))
-        np.testing.assert_array_equal(transport.wait(ticket), rows((BIG + SMALL) - BIG))
-        assert (BIG - BIG) + SMALL != (BIG + SMALL) - BIG
+        expected = (values[0] + values[1]) + values[2]
+        np.testing.assert_array_equal(transport.wait(ticket), rows(expected))
         assert transport.last_compute_us() == (7, 8, 9)
 
 
