@@ -98,16 +98,8 @@ def _spawn(config: ClusterConfig, token: str) -> _Child:
         spin_us = _SPIN_US_WITH_SPARE_CORES if threads * config.workers < cores else 0
     # -P: a file of the user's working folder must not stand in for a module of the same name.
     command = [
-        *(
-            sys.executable,
-            "-P",
-            "-m",
-            "duckllm.worker",
-            "--listen",
-            "127.0.0.1:0",
-            "--json",
-            "--exit-with-stdin",
-        ),
+        *(sys.executable, "-P", "-m", "duckllm.worker"),
+        *("--listen", "127.0.0.1:0", "--json", "--exit-with-stdin"),
         *("--threads", str(threads), "--spin-us", str(spin_us)),
     ]
     stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
