@@ -106,3 +106,11 @@ def test_files_stay_readable() -> None:
     for pattern in ("src/**/*.py", "csrc/**/*.cpp", "csrc/**/*.h", "tests/**/*.py"):
         for path in ROOT.glob(pattern):
             assert len(path.read_text(encoding="utf-8").splitlines()) <= 800, path
+
+
+def test_test_modules_have_names_of_their_own() -> None:
+    """Test folders are no packages, so two modules of one name would hide each other."""
+    names = [
+        path.name for path in ROOT.glob("tests/**/*.py") if path.name not in ("conftest.py", "__init__.py")
+    ]
+    assert sorted(names) == sorted(set(names))
