@@ -185,7 +185,7 @@ def test_workers_that_are_neither(text: str) -> None:
 def test_facts_leave_out_what_is_unknown() -> None:
     one_token = RequestMetrics(3, 1, 0.5, None)
     assert describe_facts(FakeInfo(1, "fp9", ("avx512",)), one_token) == (
-        "[1 worker, fp9, avx512, 1 tokens, first token after 0.50 s]"
+        "[1 worker, fp9, avx512, 1 token, first token after 0.50 s]"
     )
     assert describe_workers(FakeInfo(0, "fp9", ("avx2",))) == "no workers, fp9, avx2"
 

@@ -44,14 +44,15 @@ class Terminal:
         os.write(self.end, keys)
 
     def wait_for(self, pattern: str, timeout_s: float = 60) -> str:
-        """Reads until ``pattern`` is seen; what was seen up to there is forgotten."""
+        """What is seen up to ``pattern``, which is then forgotten."""
         limit_s = time.monotonic() + timeout_s
         while not (found := re.search(pattern, self.seen)):
             assert time.monotonic() < limit_s, f"{pattern!r} did not come; seen: {self.seen!r}"
             if not self._read(limit_s - time.monotonic()):
                 raise AssertionError(f"{pattern!r} did not come before the end; seen: {self.seen!r}")
+        upto = self.seen[: found.end()]
         self.seen = self.seen[found.end() :]
-        return found[0]
+        return upto
 
     def _read(self, timeout_s: float) -> bool:
         if not select.select([self.end], [], [], max(0, timeout_s))[0]:
@@ -131,6 +132,23 @@ def test_ctrl_c_stops_a_reply_and_the_conversation_goes_on(terminal: Terminal) -
     terminal.wait_for(">")
     terminal.send(CTRL_D)
     assert terminal.wait_end() == 0
+
+
+def test_keys_pressed_while_a_reply_comes_wait_for_the_prompt(terminal: Terminal) -> None:
+    terminal.send(b"slow" + ENTER)
+    terminal.wait_for("0 1 ")
+    terminal.send(b"hello" + ENTER + CTRL_D)
+    assert "hello" not in terminal.wait_for("98 99 ")
+    terminal.wait_for("heard 'hello'")
+    assert terminal.wait_end() == 0
+
+
+def test_the_terminal_is_as_before_afterwards(terminal: Terminal) -> None:
+    terminal.send(CTRL_D)
+    assert terminal.wait_end() == 0
+    flags = termios.tcgetattr(terminal.end)[3]
+    assert flags & termios.ICANON
+    assert flags & termios.ECHO
 
 
 def test_commands(terminal: Terminal) -> None:

@@ -77,7 +77,8 @@ def describe_workers(info: ClusterInfo) -> str:
 
 def describe_facts(info: ClusterInfo, metrics: RequestMetrics) -> str:
     """The line of facts below a reply."""
-    facts = [describe_workers(info), f"{metrics.num_generated_tokens} tokens"]
+    plural = "" if metrics.num_generated_tokens == 1 else "s"
+    facts = [describe_workers(info), f"{metrics.num_generated_tokens} token{plural}"]
     if metrics.decode_tokens_per_s is not None:
         facts.append(f"{metrics.decode_tokens_per_s:.1f} tok/s")
     if metrics.time_to_first_token_s is not None:

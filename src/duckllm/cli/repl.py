@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import termios
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, TextIO
 
@@ -62,18 +64,19 @@ class Repl:
         Raises:
             ClusterError: The workers are lost, so that no reply can come any more.
         """
-        self._say(f"{describe_workers(self._model.cluster_info())}. /help lists commands, Ctrl-D leaves.")
-        while True:
-            try:
-                text = self._read().strip()
-            except KeyboardInterrupt:
-                continue  # the line is gone, as in a shell
-            except EOFError:
-                return 0
-            if _COMMAND.fullmatch(text):
-                self._run_command(text)
-            elif text:
-                self._reply_to(text)
+        with _keys_kept_for_the_prompt():
+            self._say(f"{describe_workers(self._model.cluster_info())}. /help lists commands, Ctrl-D leaves.")
+            while True:
+                try:
+                    text = self._read().strip()
+                except KeyboardInterrupt:
+                    continue  # the line is gone, as in a shell
+                except EOFError:
+                    return 0
+                if _COMMAND.fullmatch(text):
+                    self._run_command(text)
+                elif text:
+                    self._reply_to(text)
 
     def _run_command(self, command: str) -> None:
         if command == "/help":
@@ -161,6 +164,25 @@ class _Interrupt:
         if self.wanted:
             raise KeyboardInterrupt
         self.wanted = True
+
+
+@contextmanager
+def _keys_kept_for_the_prompt() -> Iterator[None]:
+    """Lets the terminal hand on keys as they are pressed, unseen until the next prompt reads them.
+
+    Otherwise keys pressed while a reply comes would show up inside it, and a Ctrl-D among them be lost.
+    """
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    changed = termios.tcgetattr(sys.stdin)
+    changed[3] &= ~(termios.ICANON | termios.ECHO)
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, changed)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 def _line_editor() -> Callable[[], str]:
