@@ -40,10 +40,18 @@ class PyTransport {
   }
 
   void wait(uint64_t ticket, Matrix<float> out) {
-    nb::gil_scoped_release release;
-    const uint32_t tokens = transport_.ticket_tokens(ticket);
-    check_shape("out", out.shape(0), out.shape(1), tokens, config_.hidden_size);
-    transport_.wait(ticket, out.data());
+    const auto interrupted = [] {
+      const nb::gil_scoped_acquire acquire;
+      return PyErr_CheckSignals() != 0;  // Ctrl-C must not wait for a worker that is stuck
+    };
+    bool complete = false;
+    {
+      nb::gil_scoped_release release;
+      const uint32_t tokens = transport_.ticket_tokens(ticket);
+      check_shape("out", out.shape(0), out.shape(1), tokens, config_.hidden_size);
+      complete = transport_.wait(ticket, out.data(), interrupted);
+    }
+    if (!complete) throw nb::python_error();
   }
 
   Transport& native() { return transport_; }

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 
 namespace duck {
@@ -180,7 +181,7 @@ void Transport::send_to_all(const wire::TwoParts& message, uint32_t layer) {
   }
 }
 
-void Transport::wait(uint64_t ticket, float* sum) {
+bool Transport::wait(uint64_t ticket, float* sum, const std::function<bool()>& interrupted) {
   const std::lock_guard lock(mutex_);
   Step* step = find(ticket);
   check_open(step != nullptr ? std::optional(step->layer) : std::nullopt);
@@ -203,7 +204,11 @@ void Transport::wait(uint64_t ticket, float* sum) {
       fail(late, step->layer, "no answer within " + std::to_string(config_.step_timeout_ms) + " ms");
     }
     if (now < spin_until) continue;
-    ::poll(entries.data(), entries.size(), wire::poll_timeout_ms(deadline));
+    const int ready = ::poll(entries.data(), entries.size(), wire::poll_timeout_ms(deadline));
+    if (ready < 0 && errno == EINTR && interrupted && interrupted()) {
+      forget(ticket);
+      return false;
+    }
   }
 
   const size_t values = size_t{step->num_tokens} * config_.hidden_size;
@@ -214,6 +219,7 @@ void Transport::wait(uint64_t ticket, float* sum) {
   }
   last_compute_us_ = step->compute_us;
   forget(ticket);
+  return true;
 }
 
 // Takes what has come from a worker, without waiting: all of it, or as far as its reply to `until`, so that a

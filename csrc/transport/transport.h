@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -62,8 +63,10 @@ class Transport {
 
   // Waits for every worker's reply to that step, at most step_timeout_ms from now, and writes the sum
   // ((y_0 + y_1) + y_2) + ... [T, H] f32. Tickets may be waited for in any order, each once.
+  // A signal that arrives meanwhile has `interrupted` asked, if there is one: true gives the step up (its
+  // replies are dropped when they come) and returns false.
   // Throws std::invalid_argument for a ticket that is not in flight, TransportError when a worker is lost.
-  void wait(uint64_t ticket, float* sum);
+  bool wait(uint64_t ticket, float* sum, const std::function<bool()>& interrupted = nullptr);
 
   // Tokens of a ticket in flight; throws std::invalid_argument for any other.
   uint32_t ticket_tokens(uint64_t ticket) const;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
 import time
@@ -337,6 +339,21 @@ def test_a_lost_worker_is_named_and_closes_the_transport(
                 call()
             assert again.value.address == "127.0.0.1:2"
             assert reason in again.value.reason
+
+
+def test_ctrl_c_ends_a_wait_and_the_transport_goes_on() -> None:
+    with fake_workers(1, step_timeout_s=60) as (transport, [worker]):
+        stuck = submit(transport)
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            transport.wait(stuck)
+        timer.join()
+        with pytest.raises(ValueError, match="expected one that is in flight"):
+            transport.wait(stuck)
+        ticket = submit(transport)
+        worker.sendall(reply_frame(stuck, rows(7)) + reply_frame(ticket, rows(1)))
+        np.testing.assert_array_equal(transport.wait(ticket), rows(1))
 
 
 def test_a_worker_that_takes_nothing_is_lost_at_submit() -> None:

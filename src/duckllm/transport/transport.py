@@ -102,6 +102,7 @@ class Transport:
         Raises:
             WorkerLostError: A worker is gone, answers wrongly or not in time; the transport is then closed.
             ValueError: No such ticket is in flight.
+            KeyboardInterrupt: Ctrl-C, at once; the step is given up, the transport stays usable.
         """
         with self._typed_errors():
             if out is None:
