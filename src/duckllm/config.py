@@ -44,18 +44,24 @@ class ClusterConfig:
     cluster_token: str | None = None
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ConfigError("workers", self.workers, "at least 1")
+        for field, least in (
+            ("workers", 1),
+            ("threads_per_worker", 0),
+            ("spin_us", -1),
+            ("max_step_tokens", 1),
+        ):
+            value = getattr(self, field)
+            if type(value) is not int or value < least:
+                raise ConfigError(field, value, f"a whole number of at least {least}")
         for field in ("wire_dtype", "reply_dtype"):
             if getattr(self, field) not in WIRE_DTYPES:
                 raise ConfigError(field, getattr(self, field), "one of " + ", ".join(WIRE_DTYPES))
-        if self.threads_per_worker < 0:
-            raise ConfigError("threads_per_worker", self.threads_per_worker, "0 or more")
-        if self.max_step_tokens < 1:
-            raise ConfigError("max_step_tokens", self.max_step_tokens, "at least 1")
         for field in ("connect_timeout_s", "prepare_timeout_s", "step_timeout_s"):
-            if not getattr(self, field) > 0:
-                raise ConfigError(field, getattr(self, field), "more than 0")
+            value = getattr(self, field)
+            if type(value) not in (int, float) or not 0 < value < float("inf"):
+                raise ConfigError(field, value, "a number above 0")
+        if not isinstance(self.cluster_token, str | None):
+            raise ConfigError("cluster_token", type(self.cluster_token).__name__, "text, or None")
 
 
 def available_cores() -> int:

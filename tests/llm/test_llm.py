@@ -188,7 +188,13 @@ def test_an_llm_is_collected(demo_folder: Path) -> None:
         ({"max_model_len": 5000}, "max_model_len: got 5000, expected at most 4096"),
         ({"host_threads": -1}, "host_threads: got -1, expected "),
         ({"wire_dtype": "f16"}, "wire_dtype: got 'f16', expected one of f32, bf16"),
-        ({"max_step_tokens": 0}, "max_step_tokens: got 0, expected at least 1"),
+        ({"max_step_tokens": 0}, "max_step_tokens: got 0, expected a whole number of at least 1"),
+        ({"threads_per_worker": 1.5}, "threads_per_worker: got 1.5, expected a whole number of at least 0"),
+        ({"spin_us": -2}, "spin_us: got -2, expected a whole number of at least -1"),
+        ({"step_timeout_s": "soon"}, "step_timeout_s: got 'soon', expected a number above 0"),
+        ({"step_timeout_s": float("inf")}, "step_timeout_s: got inf, expected a number above 0"),
+        ({"connect_timeout_s": 0}, "connect_timeout_s: got 0, expected a number above 0"),
+        ({"cluster_token": 5}, "cluster_token: got 'int', expected text, or None"),
     ],
 )
 def test_a_wrong_value_is_an_error_with_field_and_value(
