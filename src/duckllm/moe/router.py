@@ -66,10 +66,10 @@ class GroupLimitedRouter:
     def _limit_groups(self, choice: torch.Tensor) -> torch.Tensor:
         grouped = choice.view(choice.shape[0], self.num_groups, -1)
         group_scores = grouped.topk(2, dim=-1).values.sum(dim=-1)
-        allowed = torch.zeros_like(group_scores, dtype=torch.bool)
-        allowed.scatter_(1, _stable_topk(group_scores, self.topk_group), True)
-        return grouped.masked_fill(~allowed[..., None], -torch.inf).view_as(choice)
+        penalty = torch.full_like(group_scores, -torch.inf)
+        penalty.scatter_(1, _stable_topk(group_scores, self.topk_group), 0.0)
+        return (grouped + penalty[..., None]).view_as(choice)
 
 
 def _stable_topk(scores: torch.Tensor, k: int) -> torch.Tensor:
-    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    return scores.argsort(dim=-1, descending=True, stable=True)[:, :k]
