@@ -67,3 +67,24 @@ def test_no_rows(new_experts: NewExperts) -> None:
         pack(layer), np.zeros((0, 40), np.float32), np.zeros((0, 2), np.int32), np.zeros((0, 2), np.float32)
     )
     assert empty.shape == (0, 40)
+
+
+def test_order_of_summation(new_experts: NewExperts) -> None:
+    """Experts in ascending id, their stripes in order, a row's pairs in ascending k; each sum added in f32."""
+    layer = Layer.random(4, 40, 48)
+    units = pack(layer)
+    x, _, topk_weights = random_step(layer, 6, top_k=7)
+    topk_ids = np.array([[2, 0, 2, 3, 2, 0, 1]] * 6, np.int32)
+    total = np.zeros_like(x)
+    for expert in range(4):
+        for stripe in range(3):
+            for k in np.flatnonzero(topk_ids[0] == expert):
+                one = slice(k, k + 1)
+                part = new_experts(layer, first_stripe=stripe, num_stripes=1)
+                total += part.run(
+                    units,
+                    x,
+                    np.ascontiguousarray(topk_ids[:, one]),
+                    np.ascontiguousarray(topk_weights[:, one]),
+                )
+    assert_same_bits(new_experts(layer).run(units, x, topk_ids, topk_weights), total)

@@ -75,7 +75,7 @@ def test_every_byte_of_gate(new_experts: NewExperts) -> None:
 
 @pytest.mark.parametrize("limit", [1.0, 10.0, 35.0, 200.0])
 def test_silu_within_its_bound(new_experts: NewExperts, limit: float) -> None:
-    """g through the gate, 1 through up and down: the output is silu(g), within 4 ulp."""
+    """g through the gate, 1 through up and down: the output is silu(g), within 3 ulp."""
     layer = empty_layer(2, 1)
     layer.gate[0, 0, 0] = layer.up[0, 0, 1] = layer.down[0, 0, 0] = ONE
     experts = new_experts(layer, max_tokens=20_000, top_k=1)
@@ -86,7 +86,7 @@ def test_silu_within_its_bound(new_experts: NewExperts, limit: float) -> None:
     exact = silu(x[:, 0].astype(np.float64))
     kept = abs(exact) >= 2.0**-50
     ulp = np.spacing(abs(exact[kept]).astype(np.float32)).astype(np.float64)
-    assert (abs(y[kept] - exact[kept]) / ulp).max() <= 4
+    assert (abs(y[kept] - exact[kept]) / ulp).max() <= 3
     assert np.all(abs(y[~kept]) <= 2.0**-50)
 
 
