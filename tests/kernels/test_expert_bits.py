@@ -70,7 +70,7 @@ def test_no_rows(new_experts: NewExperts) -> None:
 
 
 def test_order_of_summation(new_experts: NewExperts) -> None:
-    """Experts in ascending id, their stripes in order, a row's pairs in ascending k; each sum added in f32."""
+    """Experts in ascending id, their stripes in order, a row's pairs in ascending k; each sum added so."""
     layer = Layer.random(4, 40, 48)
     units = pack(layer)
     x, _, topk_weights = random_step(layer, 6, top_k=7)
