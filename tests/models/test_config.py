@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from duckllm.errors import CheckpointError, UnsupportedModelError
+from duckllm.models.deepseek_v32 import DeepseekV32Config
 from duckllm.models.registry import load_config
 from support.checkpoints import BASE_CONFIG
 
@@ -50,6 +52,18 @@ def test_a_feature_that_is_not_implemented_is_refused_by_name(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"config\.json: {field}: got {value!r}, expected "):
         load(tmp_path, **{field: value})
+
+
+@pytest.mark.parametrize("name", ["indexed_attention", "deepseek_sparse_attention"])
+def test_sparse_layers_are_known_by_the_name_of_every_transformers(name: str) -> None:
+    parsed = transformers.DeepseekV32Config(**BASE_CONFIG)
+    parsed.layer_types = [name] * parsed.num_hidden_layers
+    assert DeepseekV32Config.from_parsed(parsed).attention.index_topk == 256
+    parsed.layer_types[1] = "full_attention"
+    with pytest.raises(
+        UnsupportedModelError, match=r"layer_types: got \['full_attention'\], expected indexed"
+    ):
+        DeepseekV32Config.from_parsed(parsed)
 
 
 def test_an_unknown_rope_type_is_refused_by_name(tmp_path: Path) -> None:

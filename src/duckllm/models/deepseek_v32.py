@@ -35,6 +35,8 @@ _ONLY = {
     "rope_interleave": True,
 }
 _ROPE_TYPES = ("default", "yarn")
+# One kind of layer; older transformers (5.17) give it the second name.
+_SPARSE_LAYER_TYPES = ("indexed_attention", "deepseek_sparse_attention")
 
 
 @dataclass(frozen=True)
@@ -159,10 +161,10 @@ def _check_supported(parsed: Any) -> None:
             f"config.json: num_key_value_heads: got {parsed.num_key_value_heads}, "
             f"expected num_attention_heads, {parsed.num_attention_heads}"
         )
-    unknown = set(parsed.layer_types or ()) - {"indexed_attention"}
+    unknown = set(parsed.layer_types or ()) - set(_SPARSE_LAYER_TYPES)
     if unknown:
         raise UnsupportedModelError(
-            f"config.json: layer_types: got {sorted(unknown)}, expected indexed_attention alone"
+            f"config.json: layer_types: got {sorted(unknown)}, expected {_SPARSE_LAYER_TYPES[0]} alone"
         )
 
 
