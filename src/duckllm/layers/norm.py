@@ -24,7 +24,7 @@ class RMSNorm:
     """
 
     def __init__(self, tensors: HostTensors, name: str, size: int, eps: float) -> None:
-        # With n the vector's length, x / sqrt(n^2 / size + eps) is x * sqrt(size) / hypot(n, sqrt(size * eps)):
+        # With n the length of x, x / sqrt(n^2 / size + eps) is x * sqrt(size) / hypot(n, sqrt(size * eps)):
         # four small operations, 12 us a row where F.rms_norm takes 23 us (torch 2.13, AMD Zen 3).
         self.weight = load_tensor(tensors, f"{name}.weight", (size,), torch.float32) * math.sqrt(size)
         self.floor = torch.tensor(math.sqrt(size * eps))
