@@ -117,7 +117,7 @@ def main() -> None:
             ):
                 raise SystemExit(f"{workers} workers give other tokens than this process: nothing measured")
         host_peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        memory = np.zeros(READ_BYTES, np.uint8)
+        memory = np.ones(READ_BYTES, np.uint8)  # not zeros, whose pages would all be the same one
         speeds: dict[int, list[float]] = {workers: [] for workers in llms}
         firsts: dict[int, list[float]] = {workers: [] for workers in llms}
         reads = []

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import duckllm
 from duckllm import LLM, SamplingParams
@@ -79,6 +80,21 @@ def test_stream_adds_up_to_the_reply(llm: LLM) -> None:
     assert [output.metrics.num_generated_tokens for output in outputs] == list(range(1, len(outputs) + 1))
     text = llm.tokenizer.decode(llm.tokenizer.apply_chat_template(PRIME))
     assert text == "Is 1001 prime?"
+
+
+def test_a_reply_cut_inside_a_character_shows_that(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = llm.tokenizer
+    first, *rest = tokenizer.encode("\N{DUCK}")[1:]
+    assert rest, "the tokenizer splits this character"
+    model = llm._engine.model
+
+    def always_the_first_part(hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(torch.tensor([first]), model.config.vocab_size).float()
+
+    monkeypatch.setattr(model, "compute_logits", always_the_first_part)
+    [output] = llm.stream(DUCK, SamplingParams(temperature=0, max_tokens=1))
+    assert output.token_ids == (first,)
+    assert output.text == "\N{REPLACEMENT CHARACTER}"
 
 
 def test_streams_may_take_turns_and_be_left(llm: LLM) -> None:
