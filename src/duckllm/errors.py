@@ -31,6 +31,15 @@ class DuckError(Exception):
     exit_code = 1
 
 
+class InWords(str):
+    """What was got, in words: a message shows it without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 class ConfigError(DuckError):
     """A value the user gave is missing, of the wrong kind or out of range."""
 

@@ -1,4 +1,4 @@
-"""The Python face of duck-llm: prompts in, replies out, in the shape of vLLM's offline API.
+"""The Python interface of duck-llm: prompts in, replies out, in the shape of vLLM's offline API.
 
 Called by users and by the command line. Puts the parts together: model folder, workers, host model, engine,
 tokenizer.
@@ -120,7 +120,7 @@ class LLM:
         self._finalizer = weakref.finalize(self, stack.close)
         try:
             start = _local_experts if in_process else _start_workers
-            experts, self._cluster_info = start(stack, manifest, cluster_config)
+            experts, self._cluster_info = start(stack, manifest, config, cluster_config)
             host_model = load_model(folder, config, tensors, experts, max_tokens=self.max_model_len)
         except BaseException:
             self.close()
@@ -308,8 +308,9 @@ def _cluster_config(workers: Any, options: dict[str, Any]) -> ClusterConfig:
     known = {field.name for field in dataclasses.fields(ClusterConfig)} - {"workers", "addresses"}
     unknown = sorted(set(options) - known)
     if unknown:
+        names = ["model", "workers", "max_model_len", "host_threads", *sorted(known)]
         raise TypeError(
-            f"LLM() got unexpected keyword arguments: {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+            f"LLM() got unexpected keyword arguments: {', '.join(unknown)}; known: {', '.join(names)}"
         )
     if isinstance(workers, str):
         workers = [address.strip() for address in workers.split(",")]
@@ -349,7 +350,7 @@ def _host_threads(tensors: HostTensors, shares_cores: bool) -> int:
 
 
 def _local_experts(
-    stack: ExitStack, manifest: Manifest, config: ClusterConfig
+    stack: ExitStack, manifest: Manifest, model: DeepseekV32Config, config: ClusterConfig
 ) -> tuple[ExpertExecutor, ClusterInfo]:
     experts = LocalExperts(
         manifest,
@@ -360,7 +361,7 @@ def _local_experts(
 
 
 def _start_workers(
-    stack: ExitStack, manifest: Manifest, config: ClusterConfig
+    stack: ExitStack, manifest: Manifest, model: DeepseekV32Config, config: ClusterConfig
 ) -> tuple[ExpertExecutor, ClusterInfo]:
     cluster = stack.enter_context(open_cluster(config))
     plans = plan_workers(
@@ -369,6 +370,7 @@ def _start_workers(
         max_step_tokens=config.max_step_tokens,
         wire_dtype=config.wire_dtype,
         reply_dtype=config.reply_dtype,
+        num_layers=model.num_hidden_layers,
     )
     transport = stack.enter_context(
         Transport(

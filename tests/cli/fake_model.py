@@ -1,15 +1,17 @@
 """A model for the chat's tests: says what it is told to, without tensors or workers.
 
-Run as a program it is a conversation on a terminal: ``python fake_model.py``.
+Run as a program it is a conversation on a terminal: ``python fake_model.py``; with the argument ``load`` or
+``fail`` it loads for three seconds first, and ``fail`` fails then.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from duckllm.errors import PromptTooLongError, WorkerLostError
+from duckllm.errors import ConfigError, PromptTooLongError, WorkerLostError
 from duckllm.outputs import RequestMetrics, StreamOutput
 from duckllm.sampling_params import SamplingParams
 
@@ -50,7 +52,9 @@ class FakeModel:
         return self._stream(prompt[-1]["content"])
 
     def _stream(self, heard: str) -> Iterator[StreamOutput]:
-        if heard == "lose":
+        if heard == "lose later":
+            yield StreamOutput("0", "some words", (1,), None, RequestMetrics(7, 1, 0.25, None))
+        if heard.startswith("lose"):
             raise WorkerLostError("127.0.0.1:1", "it went away", 3)
         if heard == "escape":
             pieces = ["a\x1b[2Jb", "\x07c\n", "é"]
@@ -69,11 +73,29 @@ class FakeModel:
             )
 
 
-def main() -> None:
+def load_slowly() -> None:
+    """As ``duckllm chat`` while it loads: keys unseen, a spinner."""
+    from duckllm.cli.common import Waiting
+    from duckllm.cli.terminal import keys_unseen
+
+    with keys_unseen():
+        with Waiting("Loading the fake model", after_s=0.0):
+            time.sleep(3.0)
+        if "fail" in sys.argv:
+            raise ConfigError("model", "fake", "another one")
+        talk()
+
+
+def talk() -> None:
     from duckllm.cli.repl import Repl
 
     raise SystemExit(Repl(FakeModel(), SamplingParams()).run())
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) == 1:
+        talk()
+    from duckllm.cli import main as command
+
+    command.app = lambda prog_name: load_slowly()
+    command.main()

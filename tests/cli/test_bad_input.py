@@ -209,6 +209,7 @@ def worker() -> Iterator[str]:
 
 def test_a_wrong_token(duckllm: Run, worker: str, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("wrong")
+    (tmp_path / "token").chmod(0o600)
     done = duckllm(*ask("--workers", worker, "--token-file", tmp_path / "token"))
     assert done.code == 1
     assert "token" in done.sentence
@@ -226,6 +227,7 @@ def test_a_worker_that_is_busy(duckllm: Run, worker: str, demo_folder: Path, tmp
     connection.send_plan(plan)
     connection.wait_ready(60)
     (tmp_path / "token").write_text("right")
+    (tmp_path / "token").chmod(0o600)
     done = duckllm(*ask("--workers", worker, "--token-file", tmp_path / "token"))
     connection.close()
     assert done.code == 1

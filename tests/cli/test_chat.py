@@ -83,6 +83,7 @@ def test_what_is_piped_in_is_one_message(duckllm: Any) -> None:
 def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("secret\n")
+    token.chmod(0o600)
     arguments = "/m --prompt x --workers a:1,b:2 --wire-dtype bf16 --threads-per-worker 3 --max-model-len 99"
     sampling = "--temperature 0.5 --top-k 4 --top-p 0.75 --min-p 0.25 --seed 6 --max-tokens 8"
     done = duckllm("chat", *arguments.split(), *sampling.split(), "--token-file", str(token))
@@ -105,9 +106,9 @@ def test_what_is_not_given_is_the_models_own(duckllm: Any, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("arguments", "stdin", "message"),
     [
-        (["--prompt", "  "], None, "prompt: got 'nothing'"),
-        ([], b"\n \n", "prompt: got 'nothing'"),
-        ([], b"ab\xff", "stdin: got 'byte 0xff', expected UTF-8 text"),
+        (["--prompt", "  "], None, "prompt: got an empty text, expected a question\n"),
+        ([], b"\n \n", "prompt: got an empty text, expected a question\n"),
+        ([], b"ab\xff", "stdin: got byte 0xff, expected UTF-8 text"),
         (["--prompt", "x", "--temperature", "-1"], None, "temperature: got -1.0"),
         (["--prompt", "x", "--top-k", "-7"], None, "top_k: got -7"),
         (["--prompt", "x", "--top-p", "0"], None, "top_p: got 0.0"),
@@ -148,6 +149,37 @@ def test_a_lost_worker_is_one_sentence(duckllm: Any) -> None:
     done = duckllm("chat", "--prompt", "lose")
     assert done.code == 1
     assert done.err == "duckllm: worker 127.0.0.1:1 is lost at layer 3: it went away\n"
+
+
+def test_a_worker_lost_in_the_middle_leaves_the_line_first(duckllm: Any) -> None:
+    done = duckllm("chat", "--prompt", "lose later")
+    assert (done.code, done.out) == (1, "some words\n")
+    assert done.err.startswith("duckllm: worker 127.0.0.1:1 is lost")
+
+
+@pytest.mark.parametrize(
+    ("options", "ending"),
+    [(["--max-tokens", "2"], "cut at max_tokens=2"), ([], "cut at the context's end (9 tokens)")],
+)
+def test_a_cut_reply_says_what_cut_it(duckllm: Any, options: list[str], ending: str) -> None:
+    done = duckllm("chat", "--prompt", "long", *options)
+    assert done.out.endswith(f", first token after 0.25 s, {ending}]\n")
+
+
+def test_ctrl_c_within_a_reply_shows_its_facts(duckllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = FakeModel._stream
+
+    def interrupted(model: FakeModel, heard: str) -> Any:
+        yield next(whole(model, heard))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FakeModel, "_stream", interrupted)
+    done = duckllm("chat", "--prompt", "x")
+    assert done.code == 130
+    assert done.out == (
+        "heard \n[2 workers, fp9, avx2+scalar, 1 token, 12.5 tok/s, first token after 0.25 s, stopped]\n"
+    )
+    assert done.err == ""
 
 
 def test_ctrl_c_is_quiet(duckllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import pytest
 from fake_model import FakeModel
 
 from duckllm.cli.repl import HELP, Repl
-from duckllm.errors import WorkerLostError
 from duckllm.sampling_params import SamplingParams
 
 SYSTEM = {"role": "system", "content": "be brief"}
@@ -111,7 +110,8 @@ def test_ctrl_c_stops_the_reply_and_keeps_what_was_said(presses: int, kept: str)
     before = signal.getsignal(signal.SIGINT)
     shown = talk(model, "slow", "two", "/stats")
     assert roles(model.conversations[-1]) == ["user: slow", f"assistant: {kept}", "user: two"]
-    assert "[stopped]" in shown
+    assert f"\n[2 workers, fp9, avx2+scalar, {kept.count(' ')} tokens, " in shown
+    assert "0.25 s, stopped]" in shown
     assert "2 replies" in shown
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -139,13 +139,39 @@ def test_a_full_context_is_said_and_the_conversation_stays_usable() -> None:
 
 
 def test_a_reply_cut_at_its_limit_says_so() -> None:
-    assert "[the reply stopped at its limit of tokens]" in talk(FakeModel(), "long")
-    assert "limit" not in talk(FakeModel(), "short")
+    facts = "\n[2 workers, fp9, avx2+scalar, 2 tokens, 12.5 tok/s, first token after 0.25 s, cut at "
+    assert facts + "the context's end (9 tokens)]\n" in talk(FakeModel(), "long")
+    out = io.StringIO()
+    Repl(FakeModel(), SamplingParams(max_tokens=2), (), out, script("long")).run()
+    assert facts + "max_tokens=2]\n" in out.getvalue()
+    assert "tok/s" not in talk(FakeModel(), "short")
 
 
-def test_a_lost_worker_ends_the_conversation_with_its_error() -> None:
-    with pytest.raises(WorkerLostError, match=r"127\.0\.0\.1:1"):
-        talk(FakeModel(), "lose")
+@pytest.mark.parametrize(("heard", "shown"), [("lose", ""), ("lose later", "some words\n")])
+def test_a_lost_worker_ends_the_conversation(
+    capsys: pytest.CaptureFixture[str], heard: str, shown: str
+) -> None:
+    out, model = io.StringIO(), FakeModel()
+    assert Repl(model, SamplingParams(), (), out, script(heard, "more")).run() == 1
+    assert len(model.conversations) == 1
+    assert out.getvalue().split("Ctrl-D leaves.\n")[1] == shown
+    assert capsys.readouterr().err == (
+        "duckllm: the conversation is over, because worker 127.0.0.1:1 is lost at layer 3: it went away\n"
+    )
+
+
+@pytest.mark.parametrize("word", ["/quit", "/exit", "/quit  "])
+def test_a_word_leaves_as_ctrl_d_does(word: str) -> None:
+    model = FakeModel()
+    shown = talk(model, word, "one")
+    assert model.conversations == []
+    assert "no command" not in shown
+
+
+def test_the_model_is_named_first() -> None:
+    out = io.StringIO()
+    Repl(FakeModel(), SamplingParams(), (), out, script(), title="a model").run()
+    assert out.getvalue().startswith("a model\n2 workers, fp9")
 
 
 def test_replies_do_not_command_the_terminal() -> None:

@@ -123,7 +123,7 @@ def test_ctrl_c_stops_a_reply_and_the_conversation_goes_on(terminal: Terminal) -
     terminal.send(b"slow" + ENTER)
     terminal.wait_for("0 1 2 ")
     terminal.send(CTRL_C)
-    terminal.wait_for(r"\[stopped\]")
+    terminal.wait_for(r"\n\[.*tok/s.*, stopped\]")
     terminal.wait_for(">")
     terminal.send(b"/stats" + ENTER)
     terminal.wait_for("1 replies")
@@ -151,6 +151,52 @@ def test_the_terminal_is_as_before_afterwards(terminal: Terminal) -> None:
     assert flags & termios.ECHO
 
 
+@pytest.fixture
+def loading(request: pytest.FixtureRequest) -> Iterator[Terminal]:
+    found = Terminal([sys.executable, str(Path(__file__).with_name("fake_model.py")), request.param])
+    try:
+        found.wait_for("Loading the fake model")
+        yield found
+    finally:
+        found.close()
+
+
+def echoes(terminal: Terminal) -> bool:
+    return bool(termios.tcgetattr(terminal.end)[3] & termios.ECHO)
+
+
+@pytest.mark.parametrize("loading", ["load"], indirect=True)
+def test_keys_pressed_while_the_model_loads_wait_for_the_prompt(loading: Terminal) -> None:
+    loading.send(b"hello" + ENTER + CTRL_D)
+    assert "hello" not in loading.wait_for("Ctrl-D leaves")
+    loading.wait_for("heard 'hello'")
+    assert loading.wait_end() == 0
+    assert echoes(loading)
+
+
+@pytest.mark.parametrize("loading", ["load"], indirect=True)
+def test_ctrl_c_while_the_model_loads_leaves_with_130(loading: Terminal) -> None:
+    loading.send(b"hello" + CTRL_C)
+    assert loading.wait_end() == 130
+    assert loading.seen.endswith("\n")
+    assert not re.search(r"hello|Traceback|\^C", loading.seen)
+    assert echoes(loading)
+
+
+@pytest.mark.parametrize("loading", ["fail"], indirect=True)
+def test_a_model_that_does_not_load_leaves_the_terminal_as_it_was(loading: Terminal) -> None:
+    assert not echoes(loading)
+    loading.wait_for("duckllm: model: got 'fake', expected another one")
+    assert loading.wait_end() == 2
+    assert echoes(loading)
+
+
+def test_replies_are_wrapped_at_the_terminals_width(terminal: Terminal) -> None:
+    termios.tcsetwinsize(terminal.end, (40, 40))
+    terminal.send(b"slow" + ENTER)
+    terminal.wait_for(r" 15 16\n17 18 [0-9 ]* 28 29 \n30 31 ")
+
+
 def test_commands(terminal: Terminal) -> None:
     terminal.send(b"/help" + ENTER)
     terminal.wait_for("/reset   begin a new conversation")
@@ -176,7 +222,7 @@ def test_a_conversation_with_the_demo_model(demo_folder: Path) -> None:
         terminal.send(b"What are the first 32 primes?" + ENTER)
         terminal.wait_for("2, 3, 5, 7, 11, ")
         terminal.send(CTRL_C)
-        terminal.wait_for(r"\[stopped\]")
+        terminal.wait_for(r"\n\[.*tok/s.*, stopped\]")
         terminal.send(b"Is 1001 prime?" + ENTER)
         terminal.wait_for("No, 1001 is not prime: 1001 = 7 x 11 x 13.")
         terminal.send(b"What was my first question?" + ENTER)
@@ -200,7 +246,7 @@ def test_a_worker_that_dies_ends_the_conversation_with_one_sentence(demo_folder:
         workers = workers_of(terminal.process.pid)
         workers[0].kill()
         terminal.send(b"Is 1001 prime?" + ENTER)
-        terminal.wait_for("duckllm: worker 127.0.0.1:[0-9]+ is lost")
+        terminal.wait_for("\nduckllm: the conversation is over, because worker 127.0.0.1:[0-9]+ is lost")
         assert terminal.wait_end() == 1
         assert "Traceback" not in terminal.seen
         _, alive = psutil.wait_procs(workers, timeout=10)

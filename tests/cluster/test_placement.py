@@ -52,6 +52,13 @@ def test_plans_survive_the_wire(tmp_path: Path) -> None:
         assert WorkerPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
+def test_layers_that_the_host_does_not_run_are_no_workers(tmp_path: Path) -> None:
+    manifest = make_model(tmp_path / "model")
+    for num_layers, planned in ((None, [1, 3]), (4, [1, 3]), (3, [1]), (2, [1])):
+        plans = plan_workers(manifest, 2, max_step_tokens=4, num_layers=num_layers)
+        assert [[layer.layer for layer in plan.layers] for plan in plans] == [planned] * 2
+
+
 def _set(name: str, value: Any) -> Any:
     return lambda plan: plan | {name: value}
 

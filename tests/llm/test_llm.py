@@ -222,7 +222,10 @@ def test_a_wrong_value_is_an_error_with_field_and_value(
 
 
 def test_an_unknown_argument_is_named(demo_folder: Path) -> None:
-    with pytest.raises(TypeError, match=r"unexpected keyword arguments: wrkers; known: .*step_timeout_s"):
+    with pytest.raises(
+        TypeError,
+        match=r"unexpected keyword arguments: wrkers; known: model, workers, .*step_timeout_s",
+    ):
         LLM(demo_folder, wrkers=3)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def test_json_outcome(tmp_path: Path) -> None:
     manifest = Manifest.load(tmp_path / "dst")
     assert outcome["model_hash"] == manifest.model_hash
     assert outcome["expert_bytes"] == sum(entry.bytes for entry in manifest.expert_layers.values())
-    assert outcome["moe_layers"] == 3
+    assert (outcome["moe_layers"], outcome["mtp_layers"]) == (3, 1)
     assert outcome["verified"] is True
     assert outcome["rms_relative_error"] == 0.0
     assert outcome["source_dtype"] == "F8_E4M3"
@@ -41,7 +42,7 @@ def test_text_outcome_tells_how_far_weights_were_rounded(tmp_path: Path) -> None
     make_checkpoint(tmp_path / "src", dtype="BF16")
     result = CliRunner().invoke(app, [str(tmp_path / "src"), str(tmp_path / "dst")])
     assert result.exit_code == 0, result.output
-    assert "fp9 from BF16, 3 MoE layers" in result.stdout
+    assert "fp9 from BF16, 3 MoE layers (one of them MTP), " in result.stdout
     assert "rounded to fp9: rms error 2." in result.stdout
     assert "verified" not in result.stdout
 
@@ -113,3 +114,17 @@ def test_a_bar_on_a_terminal() -> None:
         progress("experts-00001", 2 * 10**9, 2 * 10**9)
     assert "Converting x" in out.getvalue()
     assert "2.0/2.0 GB" in out.getvalue()
+
+
+def test_the_bar_is_one_line_of_80_columns() -> None:
+    out = io.StringIO()
+    title = "Converting /a/path/that/is/so/long/that/it/would/never/fit/beside/a/bar/model"
+    with ConsoleProgress(title, Console(file=out, force_terminal=True, width=80)) as progress:
+        for done in (1, 600 * 10**9, 999 * 10**9):
+            progress("experts-00060", done, 999 * 10**9)
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).replace("\r", "\n").splitlines()
+    drawn = [line for line in lines if "Converting" in line]
+    assert drawn
+    assert all(len(line) <= 80 and "experts-00060" in line and "GB" in line for line in drawn)
+    assert all("Converting" in line for line in lines if line.strip())
+    assert "999.0/999.0 GB" in drawn[-1]

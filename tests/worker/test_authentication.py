@@ -212,14 +212,25 @@ def test_no_worker_there() -> None:
         Connection(Address("duck.invalid", 5), None, 5.0)
 
 
-def test_where_the_token_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_token_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("DUCKLLM_CLUSTER_TOKEN", raising=False)
     assert read_token() is None
     monkeypatch.setenv("DUCKLLM_CLUSTER_TOKEN", "from-the-environment")
     assert read_token() == "from-the-environment"
     file = tmp_path / "token"
     file.write_text("from-the-file\n")
+    file.chmod(0o600)
     assert read_token(file) == "from-the-file"
+    assert capsys.readouterr().err == ""
+    for mode in (0o640, 0o604):
+        file.chmod(mode)
+        assert read_token(file) == "from-the-file"
+        assert capsys.readouterr().err == (
+            f"duckllm: warning: token_file: others can read {file}, expected only its owner (chmod 600)\n"
+        )
+    file.chmod(0o600)
     file.write_text("\n")
     with pytest.raises(ConfigError, match=r"token_file: got .* \(this one is empty\)"):
         read_token(file)

@@ -14,10 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from duckllm.cli.common import ChatModel, Message, Waiting, describe_facts, parse_workers, printable
+from duckllm.cli.common import (
+    ChatModel,
+    Message,
+    Waiting,
+    describe_ending,
+    describe_facts,
+    parse_workers,
+)
+from duckllm.cli.terminal import ReplyWriter, keys_unseen
 from duckllm.cluster.token import read_token
 from duckllm.config import ClusterConfig
-from duckllm.errors import ConfigError
+from duckllm.errors import ConfigError, InWords
 from duckllm.sampling_params import SamplingParams
 from duckllm.weights.resolve import resolve_model
 
@@ -25,6 +33,9 @@ if TYPE_CHECKING:
     from duckllm import LLM
     from duckllm.outputs import StreamOutput
 
+DEMO_TITLE = (
+    "demo model: a small dictionary. Try: What is a swan?  Is 1001 prime?  What was my first question?"
+)
 EXAMPLES = """\b
 Examples:
   duckllm chat --prompt "What is a duck?"
@@ -44,7 +55,10 @@ def chat(
     prompt: Annotated[str | None, typer.Option(help="Ask this, print the answer and leave.")] = None,
     workers: Annotated[
         str,
-        typer.Option(help="Number of workers to start here, or addresses of running ones, a:port,b:port."),
+        typer.Option(
+            help="Number of workers to start here (0 computes the experts in this process), or addresses of "
+            "running ones, a:port,b:port."
+        ),
     ] = "2",
     system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token.")] = None,
@@ -75,31 +89,41 @@ def chat(
     question = _question(prompt, as_json)
     options = _cluster_options(workers, wire_dtype, threads_per_worker, token_file)
     _check_sampling(overrides)
-    with _load(model, options, max_model_len) as llm:
+    with keys_unseen(), _load(model, options, max_model_len) as llm:
         params = dataclasses.replace(llm.default_sampling_params, **overrides)
         start: list[Message] = [{"role": "system", "content": system}] if system else []
         if question is None:
             from duckllm.cli.repl import Repl
 
-            raise typer.Exit(Repl(llm, params, start).run())
+            raise typer.Exit(Repl(llm, params, start, title=_title(model)).run())
         answer(llm, [*start, {"role": "user", "content": question}], params, sys.stdout, as_json=as_json)
 
 
 def answer(
     model: ChatModel, messages: list[Message], params: SamplingParams, out: TextIO, *, as_json: bool = False
 ) -> None:
-    """Prints the reply as it comes and the line of facts, or everything at the end as one JSON object."""
+    """Prints the reply as it comes and the line of facts, or everything at the end as one JSON object.
+
+    Raises:
+        typer.Exit: Ctrl-C stopped the reply; its line of facts says so.
+    """
     text = ""
     last: StreamOutput | None = None
-    for last in model.stream(messages, params):
-        text += last.text
-        if not as_json:
-            out.write(printable(last.text, out))
-            out.flush()
+    try:
+        with ReplyWriter(out) as writer:
+            for last in model.stream(messages, params):
+                text += last.text
+                if not as_json:
+                    writer.write(last.text)
+    except KeyboardInterrupt:
+        if last is None or as_json:
+            raise
+        out.write(f"{describe_facts(model.cluster_info(), last.metrics, 'stopped')}\n")
+        raise typer.Exit(130) from None
     assert last is not None
     info, metrics = model.cluster_info(), last.metrics
     if not as_json:
-        out.write(f"\n{describe_facts(info, metrics)}\n")
+        out.write(f"{describe_facts(info, metrics, describe_ending(last, params))}\n")
         return
     facts = {
         "text": text,
@@ -110,6 +134,11 @@ def answer(
         **dataclasses.asdict(metrics),
     }
     out.write(json.dumps(facts, ensure_ascii=False) + "\n")
+
+
+def _title(model: str | None) -> str:
+    """What a conversation says of its model first."""
+    return model if model is not None else DEMO_TITLE
 
 
 def _question(prompt: str | None, as_json: bool) -> str | None:
@@ -124,10 +153,12 @@ def _question(prompt: str | None, as_json: bool) -> str | None:
         try:
             text = sys.stdin.buffer.read().decode() if sys.stdin is not None else ""
         except UnicodeDecodeError as error:
-            raise ConfigError("stdin", f"byte {error.object[error.start]:#04x}", "UTF-8 text") from error
+            raise ConfigError(
+                "stdin", InWords(f"byte {error.object[error.start]:#04x}"), "UTF-8 text"
+            ) from error
     text = text.strip()
     if not text:
-        raise ConfigError("prompt", "nothing", "a question: --prompt TEXT, or text piped in")
+        raise ConfigError("prompt", InWords("an empty text"), "a question")
     return text
 
 

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, Protocol
 
 from duckllm.cluster.address import parse_address
 from duckllm.errors import ConfigError
@@ -75,15 +75,30 @@ def describe_workers(info: ClusterInfo) -> str:
     return f"{count}, {info.weight_format}, {'+'.join(sorted(set(info.isas)))}"
 
 
-def describe_facts(info: ClusterInfo, metrics: RequestMetrics) -> str:
-    """The line of facts below a reply."""
+def describe_facts(info: ClusterInfo, metrics: RequestMetrics, ending: str = "") -> str:
+    """The line of facts below a reply; ``ending`` says why it is not whole."""
     plural = "" if metrics.num_generated_tokens == 1 else "s"
     facts = [describe_workers(info), f"{metrics.num_generated_tokens} token{plural}"]
     if metrics.decode_tokens_per_s is not None:
         facts.append(f"{metrics.decode_tokens_per_s:.1f} tok/s")
     if metrics.time_to_first_token_s is not None:
         facts.append(f"first token after {metrics.time_to_first_token_s:.2f} s")
+    if ending:
+        facts.append(ending)
     return "[" + ", ".join(facts) + "]"
+
+
+def describe_ending(output: StreamOutput, params: SamplingParams) -> str:
+    """Why the reply that ends with ``output`` is not whole; empty if it is."""
+    if output.finish_reason is None:
+        return "stopped"
+    if output.finish_reason != "length":
+        return ""
+    metrics = output.metrics
+    if metrics.num_generated_tokens == params.max_tokens:
+        return f"cut at max_tokens={params.max_tokens}"
+    num_tokens = metrics.num_prompt_tokens + metrics.num_generated_tokens
+    return f"cut at the context's end ({num_tokens} tokens)"
 
 
 class Waiting:
@@ -123,11 +138,3 @@ class Waiting:
             if not self._over:
                 self._status = Console(file=sys.stderr).status(self._text)
                 self._status.start()
-
-
-_CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
-
-
-def printable(text: str, out: TextIO) -> str:
-    """``text`` without control characters where ``out`` is a terminal, which might obey them."""
-    return text.translate(_CONTROLS) if out.isatty() else text

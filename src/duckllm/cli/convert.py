@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from duckllm.cli.terminal import keys_unseen
 from duckllm.weights.console import ConsoleProgress
 from duckllm.weights.convert import convert as convert_checkpoint
 from duckllm.weights.manifest import Manifest
@@ -34,7 +35,7 @@ def convert(
     """
     start_s = time.monotonic()
     try:
-        with ConsoleProgress(f"Converting {src}") as progress:
+        with keys_unseen(), ConsoleProgress(f"Converting {src}") as progress:
             manifest = convert_checkpoint(
                 src, dst, weight_format=weight_format, verify=verify, progress=progress
             )
@@ -50,12 +51,14 @@ def convert(
 def summary(manifest: Manifest, verified: bool, seconds: float) -> dict[str, object]:
     """What was converted, as plain values."""
     error = manifest.source.get("quantisation_error")
+    num_hidden_layers = json.loads((manifest.folder / "config.json").read_text("utf-8"))["num_hidden_layers"]
     return {
         "folder": str(manifest.folder),
         "architecture": manifest.architecture,
         "format": manifest.format,
         "source_dtype": manifest.source.get("dtype"),
         "moe_layers": len(manifest.expert_layers),
+        "mtp_layers": sum(layer >= num_hidden_layers for layer in manifest.expert_layers),
         "expert_bytes": sum(entry.bytes for entry in manifest.expert_layers.values()),
         "host_bytes": sum(entry.bytes for entry in manifest.host_files.values()),
         "rms_relative_error": error["rms_relative"] if error else 0.0,
@@ -72,11 +75,14 @@ def describe(outcome: dict[str, object]) -> str:
     expert_bytes, host_bytes = outcome["expert_bytes"], outcome["host_bytes"]
     assert isinstance(expert_bytes, int)
     assert isinstance(host_bytes, int)
+    # Multi-token prediction: layers behind those that a token passes.
+    num_mtp = outcome["mtp_layers"]
+    mtp = f" ({'one' if num_mtp == 1 else num_mtp} of them MTP)" if num_mtp else ""
     checked = ", verified bit for bit" if outcome["verified"] else ""
     lines = [
         f"{outcome['folder']}: {outcome['architecture']}, "
         f"{outcome['format']} from {outcome['source_dtype']}, "
-        f"{outcome['moe_layers']} MoE layers, {expert_bytes / 1e9:.3f} GB of experts, "
+        f"{outcome['moe_layers']} MoE layers{mtp}, {expert_bytes / 1e9:.3f} GB of experts, "
         f"{host_bytes / 1e9:.3f} GB for the host, {outcome['seconds']} s{checked}",
     ]
     if outcome["rms_relative_error"]:

@@ -85,6 +85,8 @@ def main() -> NoReturn:
         )
         code = 1
     except KeyboardInterrupt:
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # what comes next begins on a line of its own
         code = 130
     except BrokenPipeError:
         code = 1

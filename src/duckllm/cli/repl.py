@@ -8,28 +8,29 @@ from __future__ import annotations
 import re
 import signal
 import sys
-import termios
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from duckllm.cli.common import ChatModel, Message, describe_facts, describe_workers, printable
-from duckllm.errors import PromptTooLongError, RequestError
+from duckllm.cli.common import ChatModel, Message, describe_ending, describe_facts, describe_workers
+from duckllm.cli.terminal import ReplyWriter, keys_unseen
+from duckllm.errors import ClusterError, PromptTooLongError, RequestError
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
 
-    from duckllm.outputs import RequestMetrics
+    from duckllm.outputs import RequestMetrics, StreamOutput
     from duckllm.sampling_params import SamplingParams
 
 HELP = """\
 /reset   begin a new conversation
 /stats   tokens and times of this conversation
 /help    this list
+/quit    leaves, as /exit and Ctrl-D do
 Enter sends, Alt-Enter begins a new line, several pasted lines are one message.
-Ctrl-C stops a reply and keeps what was said, Ctrl-D leaves."""
+Ctrl-C stops a reply and keeps what was said."""
 _COMMAND = re.compile(r"/[a-z]*")
+_LEAVE = ("/quit", "/exit")
 _TOO_LONG_HINT = "The conversation fills the context; /reset begins a new one."
 
 
@@ -43,6 +44,7 @@ class Repl:
         out: Where to show it.
         read: Gives the next message; raises EOFError at the end, KeyboardInterrupt for Ctrl-C. The
             terminal's line editor by default.
+        title: Said of the model at the start.
     """
 
     def __init__(
@@ -52,19 +54,23 @@ class Repl:
         start: Sequence[Message] = (),
         out: TextIO | None = None,
         read: Callable[[], str] | None = None,
+        title: str = "",
     ) -> None:
         self._model, self._params, self._start = model, params, tuple(start)
         self._out = out or sys.stdout
         self._read = read or _line_editor()
+        self._title = title
         self._reset()
 
     def run(self) -> int:
-        """Talks until the user leaves; the exit code.
+        """Talks until the user leaves, or until a worker is lost and no reply can come any more.
 
-        Raises:
-            ClusterError: The workers are lost, so that no reply can come any more.
+        Returns:
+            The exit code: 0, or the lost worker's after one sentence on stderr.
         """
-        with _keys_kept_for_the_prompt():
+        with keys_unseen():
+            if self._title:
+                self._say(self._title)
             self._say(f"{describe_workers(self._model.cluster_info())}. /help lists commands, Ctrl-D leaves.")
             while True:
                 try:
@@ -73,10 +79,19 @@ class Repl:
                     continue  # the line is gone, as in a shell
                 except EOFError:
                     return 0
-                if _COMMAND.fullmatch(text):
-                    self._run_command(text)
-                elif text:
-                    self._reply_to(text)
+                if text in _LEAVE:
+                    return 0
+                try:
+                    self._answer(text)
+                except ClusterError as error:
+                    print(f"duckllm: the conversation is over, because {error}", file=sys.stderr)
+                    return error.exit_code
+
+    def _answer(self, text: str) -> None:
+        if _COMMAND.fullmatch(text):
+            self._run_command(text)
+        elif text:
+            self._reply_to(text)
 
     def _run_command(self, command: str) -> None:
         if command == "/help":
@@ -97,33 +112,32 @@ class Repl:
     def _reply_to(self, text: str) -> None:
         """Shows the reply to ``text``; both are remembered unless there was nothing of a reply."""
         self._messages.append({"role": "user", "content": text})
-        said, ending = "", ""
+        said, problem = "", ""
+        last: StreamOutput | None = None
         try:
-            with _Interrupt() as interrupt:
-                for output in self._model.stream(self._messages, self._params):
-                    said += output.text
-                    self._out.write(printable(output.text, self._out))
-                    self._out.flush()
-                    self._last_metrics = output.metrics
-                    if output.finish_reason == "length":
-                        ending = "the reply stopped at its limit of tokens"
-                    elif interrupt.wanted and output.finish_reason is None:
-                        ending = "stopped"
+            with _Interrupt() as interrupt, ReplyWriter(self._out) as writer:
+                for last in self._model.stream(self._messages, self._params):
+                    said += last.text
+                    writer.write(last.text)
+                    self._last_metrics = last.metrics
+                    if interrupt.wanted and last.finish_reason is None:
                         break
         except PromptTooLongError as error:
-            ending = f"{error}. {_TOO_LONG_HINT}"
+            problem = f"[{error}. {_TOO_LONG_HINT}]"
         except RequestError as error:
-            ending = str(error)
+            problem = f"[{error}]"
         except KeyboardInterrupt:
-            ending = "stopped"
+            if last is None:
+                problem = "[stopped]"
         if said:
             self._messages.append({"role": "assistant", "content": said})
             self._count()
-            self._out.write("\n")
         else:
             self._messages.pop()
-        if ending:
-            self._say(f"[{ending}]")
+        if problem:
+            self._say(problem)
+        elif last is not None and (ending := describe_ending(last, self._params)):
+            self._say(describe_facts(self._model.cluster_info(), last.metrics, ending))
 
     def _count(self) -> None:
         if self._last_metrics is not None:
@@ -164,25 +178,6 @@ class _Interrupt:
         if self.wanted:
             raise KeyboardInterrupt
         self.wanted = True
-
-
-@contextmanager
-def _keys_kept_for_the_prompt() -> Iterator[None]:
-    """Lets the terminal hand on keys as they are pressed, unseen until the next prompt reads them.
-
-    Otherwise keys pressed while a reply comes would show up inside it, and a Ctrl-D among them be lost.
-    """
-    if not sys.stdin.isatty():
-        yield
-        return
-    before = termios.tcgetattr(sys.stdin)
-    changed = termios.tcgetattr(sys.stdin)
-    changed[3] &= ~(termios.ICANON | termios.ECHO)
-    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, changed)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 def _line_editor() -> Callable[[], str]:

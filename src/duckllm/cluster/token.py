@@ -6,6 +6,8 @@ Called by the command line of both sides. Beyond loopback there must be one.
 from __future__ import annotations
 
 import os
+import stat
+import sys
 from pathlib import Path
 
 from duckllm.errors import ConfigError
@@ -16,16 +18,25 @@ TOKEN_VARIABLE = "DUCKLLM_CLUSTER_TOKEN"
 def read_token(token_file: str | Path | None = None) -> str | None:
     """The token in ``token_file``, else in $DUCKLLM_CLUSTER_TOKEN, else None.
 
+    A file that its group or others can read is used too, after a sentence of warning on stderr.
+
     Raises:
         ConfigError: The file cannot be read, or holds nothing.
     """
     if token_file is None:
         return os.environ.get(TOKEN_VARIABLE) or None
     try:
-        token = Path(token_file).read_text(encoding="utf-8").strip()
+        path = Path(token_file)
+        token = path.read_text(encoding="utf-8").strip()
+        is_open = bool(path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError("token_file", str(token_file), f"a readable file ({reason})") from error
     if not token:
         raise ConfigError("token_file", str(token_file), "a file that holds the token (this one is empty)")
+    if is_open:
+        print(
+            f"duckllm: warning: token_file: others can read {path}, expected only its owner (chmod 600)",
+            file=sys.stderr,
+        )
     return token

@@ -68,6 +68,7 @@ def plan_workers(
     wire_dtype: str = "f32",
     reply_dtype: str = "f32",
     shares: Sequence[float] | None = None,
+    num_layers: int | None = None,
 ) -> tuple[WorkerPlan, ...]:
     """One plan a worker, in worker order.
 
@@ -78,6 +79,8 @@ def plan_workers(
         wire_dtype: Activations on the wire, ``"f32"`` or ``"bf16"``.
         reply_dtype: Partial sums on the wire, ``"f32"`` or ``"bf16"``.
         shares: As in :func:`plan_slices`.
+        num_layers: Layers that the host runs, the first ones; what a converted model has behind them (the
+            layers of multi-token prediction) is no worker's. None for all.
 
     Raises:
         ConfigError: As :func:`plan_slices`.
@@ -101,6 +104,7 @@ def plan_workers(
                     tuple(entry.stripe_sha256[part.first_stripe : part.first_stripe + part.num_stripes]),
                 )
                 for layer, entry in sorted(manifest.expert_layers.items())
+                if num_layers is None or layer < num_layers
             ),
             folder=str(manifest.folder.resolve()),
             max_step_tokens=max_step_tokens,

@@ -11,6 +11,7 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 _LINE_EVERY_S = 10.0
 
@@ -48,14 +49,16 @@ class ConsoleProgress:
 
     def _draw(self, stage: str, done: int, total: int) -> None:
         if self._bar is None:
+            # One line however long the title is: a bar of two lines would be left behind in part.
+            title = Column(ratio=1, no_wrap=True, overflow="ellipsis")
             columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                DownloadColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[stage]}"),
+                TextColumn("{task.description}", table_column=title),
+                BarColumn(bar_width=10),
+                DownloadColumn(table_column=Column(no_wrap=True)),
+                TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
+                TextColumn("{task.fields[stage]}", table_column=Column(no_wrap=True, max_width=16)),
             )
-            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._bar = Progress(*columns, console=self._console, transient=True, expand=True)
             self._task = self._bar.add_task(self._title, total=total, completed=done, stage=stage)
             self._bar.start()
         self._bar.update(self._task, total=total, completed=done, stage=stage)
