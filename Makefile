@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
 
 .PHONY: help demo test check check-native format clean
@@ -36,11 +36,11 @@ $(VENV)/.made:
 	@touch $@
 
 $(VENV)/.host: $(VENV)/.made $(BUILD_INPUTS)
-	@echo "Installing into $(VENV) (minutes the first time)"
+	@echo "Installing dependencies into $(VENV), then compiling the kernels (minutes the first time) ..."
 	@$(PIP) -e '.[host]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.made $(BUILD_INPUTS)
-	@echo "Installing into $(VENV) with the developers' tools (minutes the first time)"
+	@echo "Installing dependencies and the developers' tools into $(VENV), then compiling the kernels (minutes) ..."
 	@$(PIP) -e '.[host,dev]'
 	@touch $@ $(VENV)/.host

@@ -1,4 +1,4 @@
-// Python face of the kernels: duckllm._native.{Experts, select_isa, ...}. Checks types, shapes and sizes;
+// Python bindings of the kernels: duckllm._native.{Experts, select_isa, ...}. Checks types, shapes and sizes;
 // computes with the interpreter released.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
