@@ -71,6 +71,8 @@ class Terminal:
         limit_s = time.monotonic() + timeout_s
         while self.process.poll() is None and time.monotonic() < limit_s:
             self._read(0.05)
+        while select.select([self.end], [], [], 0)[0] and self._read(0):
+            pass  # what it said last
         return self.process.wait(timeout=max(0.1, limit_s - time.monotonic()))
 
     def close(self) -> None:
