@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
+
+import duckllm.__main__ as duckllm_main
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -56,3 +60,22 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     os.close(writing)
     assert done.stderr == ""
     assert done.returncode == 1
+
+
+def test_ctrl_c_while_the_command_is_imported_is_quiet() -> None:
+    code = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'typer': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from duckllm.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_the_console_script_begins_where_the_module_does() -> None:
+    project = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"duckllm": f"{duckllm_main.__name__}:{duckllm_main.main.__name__}"}

@@ -121,10 +121,10 @@ def test_the_bar_is_one_line_of_80_columns() -> None:
     title = "Converting /a/path/that/is/so/long/that/it/would/never/fit/beside/a/bar/model"
     with ConsoleProgress(title, Console(file=out, force_terminal=True, width=80)) as progress:
         for done in (1, 600 * 10**9, 999 * 10**9):
-            progress("experts-00060", done, 999 * 10**9)
+            progress("verifying experts-00060.safetensors", done, 999 * 10**9)
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).replace("\r", "\n").splitlines()
     drawn = [line for line in lines if "Converting" in line]
     assert drawn
-    assert all(len(line) <= 80 and "experts-00060" in line and "GB" in line for line in drawn)
+    assert all(len(line) <= 80 and " verifying experts-00060" in line and "GB" in line for line in drawn)
     assert all("Converting" in line for line in lines if line.strip())
     assert "999.0/999.0 GB" in drawn[-1]

@@ -56,11 +56,12 @@ class ConsoleProgress:
                 BarColumn(bar_width=10),
                 DownloadColumn(table_column=Column(no_wrap=True)),
                 TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
-                TextColumn("{task.fields[stage]}", table_column=Column(no_wrap=True, max_width=16)),
+                TextColumn("{task.fields[stage]}", table_column=Column(no_wrap=True, max_width=23)),
             )
             self._bar = Progress(*columns, console=self._console, transient=True, expand=True)
             self._task = self._bar.add_task(self._title, total=total, completed=done, stage=stage)
             self._bar.start()
+        stage = stage.removesuffix(".safetensors")
         self._bar.update(self._task, total=total, completed=done, stage=stage)
 
     def _print(self, stage: str, done: int, total: int) -> None:
