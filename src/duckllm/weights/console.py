@@ -48,6 +48,7 @@ class ConsoleProgress:
             self._print(stage, done, total)
 
     def _draw(self, stage: str, done: int, total: int) -> None:
+        stage = stage.removesuffix(".safetensors")
         if self._bar is None:
             # One line however long the title is: a bar of two lines would be left behind in part.
             title = Column(ratio=1, no_wrap=True, overflow="ellipsis")
@@ -61,7 +62,6 @@ class ConsoleProgress:
             self._bar = Progress(*columns, console=self._console, transient=True, expand=True)
             self._task = self._bar.add_task(self._title, total=total, completed=done, stage=stage)
             self._bar.start()
-        stage = stage.removesuffix(".safetensors")
         self._bar.update(self._task, total=total, completed=done, stage=stage)
 
     def _print(self, stage: str, done: int, total: int) -> None:
