@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -221,6 +223,19 @@ def running_worker(
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise
+
+
+def stop_process(pid: int, timeout_s: float = 20.0) -> None:
+    """Stops a process, and returns once each of its threads stands still, which takes a moment."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + timeout_s
+    while not all(_is_stopped(thread) for thread in Path(f"/proc/{pid}/task").iterdir()):
+        assert time.monotonic() < deadline, f"process {pid} does not stop"
+        time.sleep(0.01)
+
+
+def _is_stopped(thread: Path) -> bool:
+    return (thread / "stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] == "T"
 
 
 def plan_for(manifest: Manifest, num_workers: int = 1, **options: object) -> tuple[WorkerPlan, ...]:

@@ -25,7 +25,15 @@ from duckllm.errors import (
     WorkerUnavailableError,
 )
 from duckllm.weights.manifest import Manifest
-from worker_harness import expected_sum, make_model, make_step, open_transport, plan_for, running_worker
+from worker_harness import (
+    expected_sum,
+    make_model,
+    make_step,
+    open_transport,
+    plan_for,
+    running_worker,
+    stop_process,
+)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +112,7 @@ def test_a_worker_that_does_not_listen_to_reason_is_killed(monkeypatch: pytest.M
     monkeypatch.setattr(local, "CLOSE_TIMEOUT_S", 0.1)
     with LocalCluster(ClusterConfig(workers=2)) as cluster:
         pids = cluster.pids
-        os.kill(pids[0], signal.SIGSTOP)
+        stop_process(pids[0])
     check_gone(pids)
 
 

@@ -23,6 +23,7 @@ from worker_harness import (
     open_transport,
     plan_for,
     running_worker,
+    stop_process,
 )
 
 
@@ -62,7 +63,7 @@ def test_kill_9_is_noticed_at_once(tmp_path: Path, model: Manifest) -> None:
 def test_kill_9_while_the_host_waits(tmp_path: Path, model: Manifest) -> None:
     step = make_step(model, 2)
     with two_workers(tmp_path, model, step_timeout_s=120.0) as (transport, workers):
-        os.kill(workers[0].pid, signal.SIGSTOP)  # so that the step cannot be answered before the end
+        stop_process(workers[0].pid)  # so that the step cannot be answered before the end
         ticket = transport.submit(step.layer, step.x, step.topk_ids, step.topk_weights)
         os.kill(workers[0].pid, signal.SIGKILL)
         with pytest.raises(WorkerLostError, match="connection") as caught:
@@ -74,7 +75,7 @@ def test_a_stopped_worker_is_a_time_out(tmp_path: Path, model: Manifest) -> None
     step = make_step(model, 2)
     inputs = (step.layer, step.x, step.topk_ids, step.topk_weights)
     with two_workers(tmp_path, model, step_timeout_s=0.5) as (transport, workers):
-        os.kill(workers[0].pid, signal.SIGSTOP)
+        stop_process(workers[0].pid)
         try:
             ticket = transport.submit(*inputs)
             with pytest.raises(WorkerLostError, match="no answer within 500 ms") as caught:

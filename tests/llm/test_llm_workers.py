@@ -17,6 +17,7 @@ from duckllm import LLM, SamplingParams
 from duckllm.cluster.local import LocalCluster
 from duckllm.config import ClusterConfig
 from duckllm.errors import WorkerLostError, WorkerUnavailableError
+from worker_harness import stop_process
 
 PRIME = [{"role": "user", "content": "Is 1001 prime?"}]
 PRIME_ANSWER = "No, 1001 is not prime: 1001 = 7 x 11 x 13."
@@ -106,7 +107,7 @@ def test_a_worker_that_stops_answering_is_an_error_within_the_timeout(demo_folde
         info = llm.cluster_info()
         stream = llm.stream(PRIME, LONG)
         next(stream)
-        os.kill(info.pids[1], signal.SIGSTOP)
+        stop_process(info.pids[1])
         with pytest.raises(WorkerLostError) as caught:
             list(stream)
         assert caught.value.address == info.addresses[1]
