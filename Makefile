@@ -40,7 +40,8 @@ $(VENV)/.host: $(VENV)/.made $(BUILD_INPUTS)
 	@$(PIP) -e '.[host]'
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.made $(BUILD_INPUTS)
-	@echo "Installing dependencies and the developers' tools into $(VENV), then compiling the kernels (minutes) ..."
-	@$(PIP) -e '.[host,dev]'
-	@touch $@ $(VENV)/.host
+# The package is compiled once: this only adds the tools to what .host installed.
+$(VENV)/.dev: $(VENV)/.host
+	@echo "Installing the developers' tools into $(VENV)"
+	@$(PIP) 'duckllm[dev]'
+	@touch $@
