@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import duckllm.__main__ as duckllm_main
+from duckllm.cli import main as command
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -79,3 +83,56 @@ def test_ctrl_c_while_the_command_is_imported_is_quiet() -> None:
 def test_the_console_script_begins_where_the_module_does() -> None:
     project = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"duckllm": f"{duckllm_main.__name__}:{duckllm_main.main.__name__}"}
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (OSError(28, "No space left on device", "/models/x"), 1, "/models/x: No space left on device"),
+        (PermissionError(13, "Permission denied", b"/models/y"), 1, "/models/y: Permission denied"),
+        (OSError(36, "File name too long", "n" * 4000), 1, "n" * 197 + "...: File name too long"),
+        (OSError(5, "Input/output error"), 1, "Input/output error"),
+        (MemoryError(), 70, "internal error: MemoryError"),
+        (RecursionError("too deep\nby far"), 70, "internal error: RecursionError: too deep"),
+        (KeyError("x"), 70, "internal error: KeyError: 'x'"),
+        (ModuleNotFoundError("No module named 'y'", name="y"), 70, "internal error: ModuleNotFoundError: No"),
+    ],
+)
+@pytest.mark.parametrize("debug", [False, True])
+def test_whatever_goes_wrong_is_one_sentence(
+    error: Exception,
+    code: int,
+    sentence: str,
+    debug: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def fail(prog_name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(command, "app", fail)
+    monkeypatch.setenv("DUCKLLM_DEBUG", "1" if debug else "0")
+    with pytest.raises(SystemExit) as end:
+        command.main()
+    lines = capfd.readouterr().err.splitlines()
+    assert end.value.code == code
+    assert lines[-1].startswith(f"duckllm: {sentence}")
+    assert ("please report it" in lines[-1]) == (code == 70)
+    assert (lines[0] == "Traceback (most recent call last):") == debug
+    assert debug or len(lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "err"),
+    [
+        (">&-", 0, ""),
+        ("2>&-", 0, ""),
+        ("<&- >&- 2>&-", 0, ""),
+        (">/dev/full", 1, "duckllm: No space left on device\n"),
+        (">/dev/full 2>/dev/full", 1, ""),
+    ],
+)
+def test_streams_that_are_closed_or_full(redirection: str, code: int, err: str) -> None:
+    line = f"exec {shlex.quote(sys.executable)} -m duckllm --version {redirection}"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, err)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import traceback
 from typing import Annotated, NoReturn
 
 import typer
@@ -65,40 +66,82 @@ app.command("worker", epilog=_WORKER_EXAMPLES)(worker)
 
 
 def main() -> NoReturn:
-    """Runs the command line and exits: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows "?"
-    code: int | str | None = 0
+    """Runs the command line and exits: 0 done, 1 failed, 2 wrong usage, 70 our fault, 130 interrupted."""
+    code: int | str | None
     try:
-        app(prog_name="duckllm")
-    except DuckError as error:
-        print(f"duckllm: {error}", file=sys.stderr)
-        code = error.exit_code
-    except ModuleNotFoundError as error:
-        if error.name not in HOST_PACKAGES:
-            raise
-        print(
-            f"duckllm: {error.name} is not installed: a node does without it, a host needs it; "
-            "install this package with its extra [host]",
-            file=sys.stderr,
-        )
-        code = 1
+        code = _run()
+        sys.stdout.flush()
     except KeyboardInterrupt:
-        if sys.stderr.isatty():
-            print(file=sys.stderr)  # what comes next begins on a line of its own
         code = 130
-    except BrokenPipeError:
-        code = 1
-    except SystemExit as request:
-        code = request.code
-    _flush_stdout()
+    except OSError as error:
+        code = _report(error)
+    _drop_unwritten()
     sys.exit(code)
 
 
-def _flush_stdout() -> None:
-    """Flushes what was printed; where nobody reads it any more, quietly drops it."""
+def _run() -> int | str | None:
+    """Runs the verb; the exit code. What went wrong is said on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows "?"
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        app(prog_name="duckllm")
+    except KeyboardInterrupt:
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # what comes next begins on a line of its own
+        return 130
+    except SystemExit as request:
+        return request.code
+    except Exception as error:
+        return _report(error)
+    return 0
+
+
+def _report(error: Exception) -> int:
+    """Says in one sentence what went wrong, with the traceback where $DUCKLLM_DEBUG is 1; the exit code."""
+    if isinstance(error, BrokenPipeError):
+        return 1  # nobody reads it any more
+    sentence, code = _describe(error)
+    try:
+        if os.environ.get("DUCKLLM_DEBUG") == "1":
+            traceback.print_exception(error)
+        print(f"duckllm: {sentence}", file=sys.stderr, flush=True)
+    except OSError:
+        pass  # nowhere left to say it: the exit code does
+    return code
+
+
+def _describe(error: Exception) -> tuple[str, int]:
+    """The sentence and the exit code of an error."""
+    if isinstance(error, DuckError):
+        return str(error), error.exit_code
+    if isinstance(error, ModuleNotFoundError) and error.name in HOST_PACKAGES:
+        return (
+            f"{error.name} is not installed: a node does without it, a host needs it; "
+            "install this package with its extra [host]",
+            1,
+        )
+    if isinstance(error, OSError):
+        reason = error.strerror or _first_line(error) or type(error).__name__
+        name = "" if error.filename is None else _shorten(os.fsdecode(error.filename)) + ": "
+        return name + reason, 1
+    kind, line = type(error).__name__, _first_line(error)
+    what = f"{kind}: {line}" if line else kind
+    return f"internal error: {what} (set DUCKLLM_DEBUG=1 for the traceback, and please report it)", 70
+
+
+def _first_line(error: Exception) -> str:
+    return _shorten(str(error).strip().partition("\n")[0])
+
+
+def _shorten(text: str, limit: int = 200) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _drop_unwritten() -> None:
+    """Drops what stdout and stderr still hold and cannot write, so that the interpreter's exit is quiet."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
