@@ -26,7 +26,7 @@ from duckllm.engine.kv_cache import default_max_model_len
 from duckllm.engine.request import Request
 from duckllm.errors import ConfigError, RequestError
 from duckllm.models.deepseek_v32 import DeepseekV32Config
-from duckllm.models.registry import load_config, load_model
+from duckllm.models.registry import check_manifest, load_config, load_model
 from duckllm.moe.dispatch import RemoteExperts
 from duckllm.moe.executor import ExpertExecutor
 from duckllm.moe.local import LocalExperts
@@ -108,7 +108,9 @@ class LLM:
         _check_int("host_threads", host_threads, 0)
         folder = resolve_model(model)
         manifest = Manifest.load(folder)
+        manifest.check_config()
         config = load_config(folder)
+        check_manifest(manifest, config)
         self.max_model_len = _resolve_max_model_len(max_model_len, config)
         self.tokenizer = Tokenizer(folder)
         self.default_sampling_params = SamplingParams.from_generation_config(_generation_config(folder))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from random_checkpoint import RandomCheckpoint, make_checkpoint
 
-from duckllm.errors import CheckpointError, ModelNotFoundError
+from duckllm.errors import CheckpointError, ModelNotFoundError, WeightHashError
 from duckllm.weights import fp9
 from duckllm.weights.convert import convert
 from duckllm.weights.host_tensors import HostTensors
@@ -112,3 +112,14 @@ def test_every_tensor_of_the_demo_model(tmp_path: Path, demo_checkpoint: Path) -
         assert got.dtype == expected.dtype
         assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
     assert len(Manifest.load(tmp_path / "demo").host_files) == 8
+
+
+def test_a_changed_byte_of_a_host_file_is_noticed(tmp_path: Path) -> None:
+    _, tensors = converted(tmp_path)
+    tensors.get("model.layers.1.input_layernorm.weight")
+    file = tmp_path / "dst/host-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(WeightHashError, match=r"host-00001\.safetensors: got SHA-256 [0-9a-f]+, expected"):
+        HostTensors(tmp_path / "dst").get("model.layers.1.input_layernorm.weight")

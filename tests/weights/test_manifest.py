@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -130,3 +132,33 @@ def test_missing_and_shortened_files_are_all_named(model: Path, tmp_path: Path) 
         f"host-00002.safetensors: got {length + 1} bytes, expected {length}",
     ):
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["model_hash", "source", "config_sha256", "architecture"])
+@pytest.mark.parametrize("value", [None, 7, []])
+def test_a_field_of_the_wrong_kind_is_named(model: Path, tmp_path: Path, field: str, value: object) -> None:
+    folder = changed(model, tmp_path, lambda manifest: manifest.update({field: value}), rehash=False)
+    with pytest.raises(
+        CheckpointError, match=rf"duck\.json: {field}: got {re.escape(repr(value))}, expected"
+    ):
+        Manifest.load(folder)
+
+
+def test_a_manifest_without_its_hash_is_refused(model: Path, tmp_path: Path) -> None:
+    folder = changed(model, tmp_path, lambda manifest: manifest.pop("model_hash"), rehash=False)
+    with pytest.raises(CheckpointError, match=r"model_hash: got None, expected a SHA-256"):
+        Manifest.load(folder)
+
+
+def test_another_config_is_noticed(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "copy")
+    manifest = Manifest.load(tmp_path / "copy")
+    manifest.check_config()
+    (tmp_path / "copy/config.json").write_bytes((model / "config.json").read_bytes() + b" ")
+    with pytest.raises(
+        WeightHashError, match=rf"config\.json: got SHA-256 .*, expected {manifest.config_sha256}"
+    ):
+        manifest.check_config()
+    (tmp_path / "copy/config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read \(No such file"):
+        manifest.check_config()

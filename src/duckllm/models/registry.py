@@ -15,6 +15,7 @@ from duckllm.models.deepseek_v32 import DeepseekV32Config, DeepseekV32ForCausalL
 if TYPE_CHECKING:
     from duckllm.moe.executor import ExpertExecutor
     from duckllm.weights.host_tensors import HostTensors
+    from duckllm.weights.manifest import Manifest
 
 ARCHITECTURES = {"DeepseekV32ForCausalLM": (DeepseekV32Config, DeepseekV32ForCausalLM)}
 
@@ -42,6 +43,31 @@ def architecture_of(folder: Path) -> str:
 def load_config(folder: Path) -> DeepseekV32Config:
     """The checked configuration of a model folder; raises as :func:`architecture_of` and the family do."""
     return ARCHITECTURES[architecture_of(folder)][0].load(folder)
+
+
+def check_manifest(manifest: Manifest, config: DeepseekV32Config) -> None:
+    """Checks that a manifest is of the model that the configuration describes.
+
+    Raises:
+        CheckpointError: A size differs, or a layer's experts are missing; names it.
+    """
+    sizes = {
+        "hidden_size": (manifest.hidden_size, config.hidden_size),
+        "moe_intermediate_size": (manifest.moe_intermediate_size, config.moe_intermediate_size),
+        "num_experts": (manifest.num_experts, config.n_routed_experts),
+        "num_experts_per_tok": (manifest.num_experts_per_tok, config.num_experts_per_tok),
+    }
+    for field, (got, expected) in sizes.items():
+        if got != expected:
+            raise CheckpointError(
+                f"{manifest.folder / 'duck.json'}: {field}: got {got}, expected {expected} as in config.json"
+            )
+    for layer, is_moe in enumerate(config.is_moe_layer):
+        if is_moe and layer not in manifest.expert_layers:
+            raise CheckpointError(
+                f"{manifest.folder / 'duck.json'}: expert_layers: got no layer {layer}, "
+                "expected it as in config.json"
+            )
 
 
 def load_model(

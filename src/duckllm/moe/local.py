@@ -28,13 +28,17 @@ class LocalExperts:
 
     Raises:
         CheckpointError: An expert file is missing or truncated.
+        WeightHashError: An expert file is not what the manifest says.
         ConfigError: DUCK_FORCE_ISA names no instruction set, or one that this CPU lacks.
     """
 
     def __init__(
         self, manifest: Manifest, *, max_step_tokens: int = 256, num_threads: int = 1, isa: str = "auto"
     ) -> None:
-        self._units = {layer: ExpertFile.open(manifest, layer).units for layer in manifest.expert_layers}
+        files = {layer: ExpertFile.open(manifest, layer) for layer in manifest.expert_layers}
+        for file in files.values():
+            file.verify()
+        self._units = {layer: file.units for layer, file in files.items()}
         if isa == "auto":
             isa = _select_isa()
         self._experts = _native.Experts(

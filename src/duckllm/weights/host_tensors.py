@@ -14,8 +14,10 @@ from safetensors import safe_open
 from duckllm.errors import CheckpointError
 from duckllm.weights.checkpoint import FP8, SCALE_SUFFIXES, list_problems, scale_problems
 from duckllm.weights.fp9 import SCALE_BLOCK
-from duckllm.weights.manifest import Manifest
+from duckllm.weights.manifest import Manifest, check_sha256
 from duckllm.weights.safetensors_file import TensorInfo, read_header
+
+_VERIFIED: set[tuple[int, int, int, int, int, str]] = set()
 
 
 class HostTensors:
@@ -31,7 +33,9 @@ class HostTensors:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._infos: dict[str, TensorInfo] = {}
-        for file in Manifest.load(self.folder).host_files:
+        self._sha256: dict[Path, str] = {}
+        for file, entry in Manifest.load(self.folder).host_files.items():
+            self._sha256[self.folder / file] = entry.sha256
             self._infos |= read_header(self.folder / file)
         problems = scale_problems(self._infos)
         if problems:
@@ -50,13 +54,15 @@ class HostTensors:
         return self._info(name).shape
 
     def get(self, name: str) -> torch.Tensor:
-        """A tensor as it is stored.
+        """A tensor as it is stored. Its file is hashed when it is first opened.
 
         Raises:
             CheckpointError: There is no such tensor.
+            WeightHashError: Its file is not what the manifest says.
         """
         info = self._info(name)
         if info.path not in self._open:
+            _verify_once(info.path, self._sha256[info.path])
             self._open[info.path] = safe_open(info.path, framework="pt")
         tensor: torch.Tensor = self._open[info.path].get_tensor(name)
         return tensor
@@ -87,6 +93,15 @@ class HostTensors:
 
     def _scale_name(self, name: str) -> str:
         return next(f"{name}.{suffix}" for suffix in SCALE_SUFFIXES if f"{name}.{suffix}" in self._infos)
+
+
+def _verify_once(path: Path, expected: str) -> None:
+    """Hashes a file, unless this process has found the very same file to be right before."""
+    stat = path.stat()
+    identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, expected)
+    if identity not in _VERIFIED:
+        check_sha256(path, expected)
+        _VERIFIED.add(identity)
 
 
 def dequantise_blocks(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

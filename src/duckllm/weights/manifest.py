@@ -15,12 +15,18 @@ from typing import Any
 
 from duckllm.errors import CheckpointError, ModelNotFoundError, WeightFormatError, WeightHashError
 from duckllm.weights.checkpoint import list_problems, load_json
+from duckllm.weights.files import hash_file
 from duckllm.weights.fp9 import SCALE_BLOCK, num_stripes, unit_bytes
 
 MANIFEST_FILE = "duck.json"
 FORMAT_VERSION = 1
 FORMATS = ("fp9",)
 _NOT_HASHED = ("created_by", "model_hash", "source")
+_KINDS = (
+    *((name, str, "a string") for name in ("architecture", "model_type", "created_by")),
+    *((name, str, "a SHA-256 in hex") for name in ("model_hash", "config_sha256")),
+    ("source", dict, "an object"),
+)
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,9 @@ class Manifest:
             raise ModelNotFoundError(f"{folder}: got no {MANIFEST_FILE}, expected a converted model")
         value = load_json(path)
         _check_version(path, value)
+        for name, kind, wanted in _KINDS:
+            if not isinstance(value.get(name), kind) or (name == "model_hash" and not value[name]):
+                raise CheckpointError(f"{path}: {name}: got {value.get(name)!r}, expected {wanted}")
         try:
             manifest = cls(
                 folder=folder,
@@ -170,6 +179,15 @@ class Manifest:
             raise CheckpointError(f"{self.folder}: layer {layer} has no experts, expected one of {known}")
         return self.folder / self.expert_layers[layer].file
 
+    def check_config(self) -> None:
+        """Checks that config.json is the one that was converted.
+
+        Raises:
+            CheckpointError: The file cannot be read.
+            WeightHashError: The file is another one.
+        """
+        check_sha256(self.folder / "config.json", self.config_sha256)
+
     def check_files(self) -> None:
         """Checks that every file is there with its length; reads none.
 
@@ -195,6 +213,21 @@ class Manifest:
             if length is not None and got != length:
                 problems.append(f"{name}: got {got} bytes, expected {length}")
         return problems
+
+
+def check_sha256(path: Path, expected: str) -> None:
+    """Compares a file with the hash that the manifest has of it.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+        WeightHashError: Names the file, the hash got and the hash expected.
+    """
+    try:
+        got = hash_file(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    if got != expected:
+        raise WeightHashError(f"{path}: got SHA-256 {got}, expected {expected}")
 
 
 def content_hash(value: Mapping[str, Any]) -> str:
@@ -240,6 +273,14 @@ def _problems(manifest: Manifest) -> list[str]:
     for file in [*manifest.host_files, *(entry.file for entry in manifest.expert_layers.values())]:
         if not isinstance(file, str) or Path(file).name != file:
             problems.append(f"files: got {file!r}, expected a plain file name")
+    entries: list[tuple[str, HostFile | ExpertLayer]] = list(manifest.host_files.items())
+    entries += [(entry.file, entry) for entry in manifest.expert_layers.values()]
+    for name, described in entries:
+        if type(described.bytes) is not int:
+            problems.append(f"{name}: bytes: got {described.bytes!r}, expected a whole number")
+        hashes = described.stripe_sha256 if isinstance(described, ExpertLayer) else (described.sha256,)
+        if not all(isinstance(sha256, str) for sha256 in hashes):
+            problems.append(f"{name}: expected its SHA-256 in hex")
     for layer, entry in manifest.expert_layers.items():
         if len(entry.stripe_sha256) != manifest.num_stripes:
             problems.append(
