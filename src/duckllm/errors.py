@@ -40,6 +40,22 @@ class InWords(str):
         return str(self)
 
 
+# Most characters of a value that a message shows.
+_SHOWN = 80
+
+
+def _show(got: object) -> str:
+    """A value on one line, its middle left out where it is long."""
+    if isinstance(got, InWords):
+        return str(got)
+    try:
+        text = repr(got).replace("\n", " ")
+    except ValueError:  # Python writes no whole number of more than some thousand digits
+        text = "a value of too many digits"
+    half = (_SHOWN - 3) // 2
+    return text if len(text) <= _SHOWN else f"{text[:half]}...{text[-half:]}"
+
+
 class ConfigError(DuckError):
     """A value the user gave is missing, of the wrong kind or out of range."""
 
@@ -47,7 +63,7 @@ class ConfigError(DuckError):
 
     def __init__(self, field: str, got: object, expected: str, hint: str = "") -> None:
         self.field, self.got, self.expected, self.hint = field, got, expected, hint
-        message = f"{field}: got {got!r}, expected {expected}"
+        message = f"{field}: got {_show(got)}, expected {expected}"
         super().__init__(f"{message} ({hint})" if hint else message)
 
 

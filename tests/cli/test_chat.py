@@ -12,7 +12,7 @@ from fake_model import FakeInfo, FakeModel
 from duckllm.cli import chat as verb
 from duckllm.cli.common import describe_facts, describe_workers, parse_workers
 from duckllm.cli.main import app, main
-from duckllm.errors import ConfigError
+from duckllm.errors import ConfigError, InWords
 from duckllm.outputs import RequestMetrics
 from duckllm.sampling_params import SamplingParams
 
@@ -208,10 +208,40 @@ def test_workers_are_a_number_or_addresses(text: str, expected: object) -> None:
     assert parse_workers(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "-1", "two", "a:1,", "a:1,b", "a:99999", "1.5", "a:1;b:2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "-1",
+        "--5",
+        "-",
+        "9" * 5000,
+        "a" * 5000 + ":x",
+        "two",
+        "a:1,",
+        "a:1,b",
+        "a:99999",
+        "1.5",
+        "a:1;b:2",
+    ],
+)
 def test_workers_that_are_neither(text: str) -> None:
-    with pytest.raises(ConfigError, match="workers: got "):
+    with pytest.raises(ConfigError, match="workers: got ") as caught:
         parse_workers(text)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("x" * 78, "'" + "x" * 78 + "'"),
+        ("x" * 79, "'" + "x" * 37 + "..." + "x" * 37 + "'"),
+        (10**5000, "a value of too many digits"),
+        (InWords("w" * 100), "w" * 100),
+    ],
+)
+def test_an_error_shows_the_ends_of_a_long_value(value: object, shown: str) -> None:
+    assert str(ConfigError("field", value, "less")) == f"field: got {shown}, expected less"
 
 
 def test_facts_leave_out_what_is_unknown() -> None:

@@ -59,9 +59,7 @@ def parse_workers(text: str) -> int | tuple[str, ...]:
     """
     expected = "a number of at least 0, or addresses: name:port,name:port"
     text = text.strip()
-    if text.isascii() and text.lstrip("-").isdigit():
-        if int(text) < 0:
-            raise ConfigError("workers", text, expected)
+    if text.isascii() and text.isdigit() and len(text) <= 9:
         return int(text)
     addresses = tuple(part.strip() for part in text.split(","))
     if not all(":" in address for address in addresses):
