@@ -8,9 +8,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from duckllm.errors import ConfigError
+from duckllm.errors import ConfigError, InWords
 
 WIRE_DTYPES = ("f32", "bf16")
+MAX_WORKERS = 1024
+MAX_THREADS = 1024
+MAX_TIMEOUT_S = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -44,24 +47,39 @@ class ClusterConfig:
     cluster_token: str | None = None
 
     def __post_init__(self) -> None:
-        for field, least in (
-            ("workers", 1),
-            ("threads_per_worker", 0),
-            ("spin_us", -1),
-            ("max_step_tokens", 1),
+        for field, least, most in (
+            ("workers", 1, MAX_WORKERS),
+            ("threads_per_worker", 0, MAX_THREADS),
+            ("spin_us", -1, 1_000_000),
+            ("max_step_tokens", 1, 65536),
         ):
             value = getattr(self, field)
-            if type(value) is not int or value < least:
-                raise ConfigError(field, value, f"a whole number of at least {least}")
+            if type(value) is not int or not least <= value <= most:
+                raise ConfigError(field, value, f"a whole number from {least} to {most}")
+        addresses = self.addresses
+        if type(addresses) is not tuple or not all(isinstance(each, str) and each for each in addresses):
+            raise ConfigError("addresses", addresses, "a tuple of addresses, name:port")
         for field in ("wire_dtype", "reply_dtype"):
-            if getattr(self, field) not in WIRE_DTYPES:
-                raise ConfigError(field, getattr(self, field), "one of " + ", ".join(WIRE_DTYPES))
+            value = getattr(self, field)
+            if not isinstance(value, str) or value not in WIRE_DTYPES:
+                raise ConfigError(field, value, "one of " + ", ".join(WIRE_DTYPES))
         for field in ("connect_timeout_s", "prepare_timeout_s", "step_timeout_s"):
             value = getattr(self, field)
-            if type(value) not in (int, float) or not 0 < value < float("inf"):
-                raise ConfigError(field, value, "a number above 0")
+            if type(value) not in (int, float) or not 0 < value <= MAX_TIMEOUT_S:
+                raise ConfigError(field, value, f"a number above 0, at most {MAX_TIMEOUT_S}")
         if not isinstance(self.cluster_token, str | None):
             raise ConfigError("cluster_token", type(self.cluster_token).__name__, "text, or None")
+        if self.cluster_token is not None and not is_utf8(self.cluster_token):
+            raise ConfigError("cluster_token", InWords("text that UTF-8 cannot hold"), "valid text")
+
+
+def is_utf8(text: str) -> bool:
+    """Whether ``text`` can be encoded: bytes of the environment that are not UTF-8 arrive as surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def available_cores() -> int:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from duckllm.cluster import open_cluster
-from duckllm.config import ClusterConfig, available_cores
+from duckllm.config import MAX_THREADS, MAX_WORKERS, ClusterConfig, available_cores
 from duckllm.engine.engine import Engine
 from duckllm.engine.kv_cache import default_max_model_len
 from duckllm.engine.request import Request
@@ -105,7 +105,9 @@ class LLM:
     ) -> None:
         cluster_config = _cluster_config(workers, cluster_options)
         in_process = workers == 0
-        _check_int("host_threads", host_threads, 0)
+        _check_int("host_threads", host_threads, 0, MAX_THREADS)
+        if not isinstance(model, str | Path | None):
+            raise ConfigError("model", model, "a folder's name, a Path, or None for the demo model")
         folder = resolve_model(model)
         manifest = Manifest.load(folder)
         manifest.check_config()
@@ -301,9 +303,11 @@ def _as_list(prompts: Any) -> list[Any]:
     raise RequestError(f"prompts: got {type(prompts).__name__}, expected text, token ids, or a list of these")
 
 
-def _check_int(field: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(field, value, f"an integer of at least {least}")
+def _check_int(field: str, value: object, least: int, most: int | None = None) -> None:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or value < least or (most is not None and value > most):  # type: ignore[operator]
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ConfigError(field, value, f"an integer {limits}")
 
 
 def _cluster_config(workers: Any, options: dict[str, Any]) -> ClusterConfig:
@@ -321,7 +325,7 @@ def _cluster_config(workers: Any, options: dict[str, Any]) -> ClusterConfig:
         if not addresses or not all(isinstance(address, str) and address for address in addresses):
             raise ConfigError("workers", list(addresses), "at least one address, name:port")
         return ClusterConfig(workers=len(addresses), addresses=addresses, **options)
-    _check_int("workers", workers, 0)
+    _check_int("workers", workers, 0, MAX_WORKERS)
     return ClusterConfig(workers=max(1, workers), **options)
 
 

@@ -14,6 +14,7 @@ import torch
 
 import duckllm
 from duckllm import LLM, SamplingParams
+from duckllm.config import ClusterConfig
 from duckllm.errors import ConfigError, ModelNotFoundError, PromptTooLongError, RequestError
 
 DUCK = [{"role": "user", "content": "What is a duck?"}]
@@ -204,12 +205,22 @@ def test_an_llm_is_collected(demo_folder: Path) -> None:
         ({"max_model_len": 5000}, "max_model_len: got 5000, expected at most 4096"),
         ({"host_threads": -1}, "host_threads: got -1, expected "),
         ({"wire_dtype": "f16"}, "wire_dtype: got 'f16', expected one of f32, bf16"),
-        ({"max_step_tokens": 0}, "max_step_tokens: got 0, expected a whole number of at least 1"),
-        ({"threads_per_worker": 1.5}, "threads_per_worker: got 1.5, expected a whole number of at least 0"),
-        ({"spin_us": -2}, "spin_us: got -2, expected a whole number of at least -1"),
+        ({"max_step_tokens": 0}, "max_step_tokens: got 0, expected a whole number from 1 to 65536"),
+        ({"threads_per_worker": 1.5}, "threads_per_worker: got 1.5, expected a whole number from 0 to 1024"),
+        ({"spin_us": -2}, "spin_us: got -2, expected a whole number from -1 to 1000000"),
         ({"step_timeout_s": "soon"}, "step_timeout_s: got 'soon', expected a number above 0"),
         ({"step_timeout_s": float("inf")}, "step_timeout_s: got inf, expected a number above 0"),
         ({"connect_timeout_s": 0}, "connect_timeout_s: got 0, expected a number above 0"),
+        ({"workers": 1025}, "workers: got 1025, expected an integer from 0 to 1024"),
+        ({"host_threads": 1025}, "host_threads: got 1025, expected an integer from 0 to 1024"),
+        ({"threads_per_worker": 1025}, "threads_per_worker: got 1025, expected "),
+        ({"threads_per_worker": True}, "threads_per_worker: got True, expected "),
+        ({"max_step_tokens": 65537}, "max_step_tokens: got 65537, expected "),
+        ({"spin_us": 1_000_001}, "spin_us: got 1000001, expected "),
+        ({"wire_dtype": ["f32"]}, "wire_dtype: got ['f32'], expected "),
+        ({"prepare_timeout_s": 1_000_001}, "prepare_timeout_s: got 1000001, expected "),
+        ({"step_timeout_s": float("nan")}, "step_timeout_s: got nan, expected "),
+        ({"cluster_token": "\udcff"}, "cluster_token: got text that UTF-8 cannot hold, expected "),
         ({"cluster_token": 5}, "cluster_token: got 'int', expected text, or None"),
     ],
 )
@@ -219,6 +230,18 @@ def test_a_wrong_value_is_an_error_with_field_and_value(
     with pytest.raises(ConfigError) as caught:
         LLM(demo_folder, **arguments)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("model", [5, [], b"x", True])
+def test_a_model_that_is_no_name_is_an_error(model: object) -> None:
+    with pytest.raises(ConfigError, match="^model: got .*, expected a folder's name"):
+        LLM(model)
+
+
+@pytest.mark.parametrize("addresses", [["a:1"], "a:1", (1,), ("",)])
+def test_addresses_are_a_tuple_of_text(addresses: object) -> None:
+    with pytest.raises(ConfigError, match="^addresses: got "):
+        ClusterConfig(addresses=addresses)
 
 
 def test_an_unknown_argument_is_named(demo_folder: Path) -> None:

@@ -219,6 +219,9 @@ def test_where_the_token_comes_from(
     assert read_token() is None
     monkeypatch.setenv("DUCKLLM_CLUSTER_TOKEN", "from-the-environment")
     assert read_token() == "from-the-environment"
+    monkeypatch.setenv("DUCKLLM_CLUSTER_TOKEN", "secret\udcff")
+    with pytest.raises(ConfigError, match=r"DUCKLLM_CLUSTER_TOKEN: got bytes that are not UTF-8, expected "):
+        read_token()
     file = tmp_path / "token"
     file.write_text("from-the-file\n")
     file.chmod(0o600)

@@ -10,7 +10,8 @@ import stat
 import sys
 from pathlib import Path
 
-from duckllm.errors import ConfigError
+from duckllm.config import is_utf8
+from duckllm.errors import ConfigError, InWords
 
 TOKEN_VARIABLE = "DUCKLLM_CLUSTER_TOKEN"
 
@@ -21,10 +22,13 @@ def read_token(token_file: str | Path | None = None) -> str | None:
     A file that its group or others can read is used too, after a sentence of warning on stderr.
 
     Raises:
-        ConfigError: The file cannot be read, or holds nothing.
+        ConfigError: The file cannot be read, or holds nothing; or the token is not UTF-8.
     """
     if token_file is None:
-        return os.environ.get(TOKEN_VARIABLE) or None
+        given = os.environ.get(TOKEN_VARIABLE) or None
+        if given is not None and not is_utf8(given):
+            raise ConfigError(TOKEN_VARIABLE, InWords("bytes that are not UTF-8"), "a token of valid text")
+        return given
     try:
         path = Path(token_file)
         token = path.read_text(encoding="utf-8").strip()
