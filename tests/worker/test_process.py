@@ -7,16 +7,20 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from duckllm.cli.worker import worker as worker_command
 from duckllm.cluster.address import parse_address
+from duckllm.errors import ProtocolError
 from duckllm.worker.__main__ import make_parser
 from duckllm.worker.config import WorkerConfig
+from duckllm.worker.session import Sessions
 from worker_harness import (
     WorkerProcess,
     check_serves,
@@ -24,6 +28,7 @@ from worker_harness import (
     make_model,
     plan_for,
     raw_socket,
+    read_error,
     read_exactly,
     running_worker,
 )
@@ -203,3 +208,60 @@ def test_threads_and_spinning_are_resolved() -> None:
     assert WorkerConfig(threads=3, spin_us=7).resolved_spin_us == 7
     if cores > 1:
         assert WorkerConfig(threads=cores - 1).resolved_spin_us == 200
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full", ">&- 2>&-"])
+def test_a_log_line_that_cannot_be_written_is_lost(tmp_path: Path, redirection: str) -> None:
+    manifest = make_model(tmp_path / "model")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = parse_address(f"127.0.0.1:{taken.getsockname()[1]}")
+    command = f'exec "$0" -m duckllm.worker --exit-with-stdin --threads 1 --listen {address} {redirection}'
+    with subprocess.Popen(
+        ["sh", "-c", command, sys.executable], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+    ) as process:
+        try:
+            deadline = time.monotonic() + 30
+            while True:
+                try:
+                    raw_socket(address).close()
+                    break
+                except ConnectionRefusedError:
+                    assert time.monotonic() < deadline
+                    assert process.poll() is None
+                    time.sleep(0.05)
+            worker = WorkerProcess(process, address, tmp_path / "none")
+            for seed in range(2):
+                check_serves(worker, manifest, seed=seed)
+            assert process.stdin is not None
+            process.stdin.close()
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+
+
+def test_a_closed_input_has_ended() -> None:
+    command = 'exec "$0" -m duckllm.worker --exit-with-stdin --threads 1 --listen 127.0.0.1:0 <&-'
+    done = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("worker listening on 127.0.0.1:")
+
+
+def test_whatever_goes_wrong_a_session_tells_the_host_and_does_not_raise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing_log(line: str) -> None:
+        raise BrokenPipeError(line)
+
+    def refuse(*args: object) -> None:
+        raise ProtocolError("\ud800\x1b[2J" + "x" * 100_000)
+
+    sessions = Sessions(WorkerConfig(threads=1), failing_log)
+    monkeypatch.setattr(sessions, "_receive_plan", refuse)
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            sessions.serve(theirs, "a host")
+        answer = read_error(ours)
+    assert answer is not None
+    assert answer[1] == "??[2J" + "x" * (4000 - 3 - 5) + "..."

@@ -29,6 +29,7 @@ from duckllm.errors import (
 )
 
 _CHUNK_BYTES = 1 << 16
+_MAX_TEXT_CHARACTERS = 4000
 
 # What travels as a code, and which error it is on the host. The first class that fits gives the code.
 _CODE_OF_ERROR: tuple[tuple[type[DuckError], ErrorCode], ...] = (
@@ -59,6 +60,14 @@ def error_code(error: Exception) -> ErrorCode:
     if isinstance(error, TimeoutError):
         return ErrorCode.TIMEOUT
     return next((code for kind, code in _CODE_OF_ERROR if isinstance(error, kind)), ErrorCode.INTERNAL)
+
+
+def safe_text(text: str) -> str:
+    """A message as one line of valid, printable text of bounded length, whatever a peer put into it."""
+    if len(text) > _MAX_TEXT_CHARACTERS:
+        text = text[: _MAX_TEXT_CHARACTERS - 3] + "..."
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 class ControlChannel:
@@ -93,10 +102,10 @@ class ControlChannel:
         self.send(kind, payload, deadline=deadline)
 
     def send_error(self, code: ErrorCode, text: str, *, timeout_s: float = 1.0) -> None:
-        """Says why this end is about to close; best effort."""
-        with contextlib.suppress(OSError):
+        """Says why this end is about to close; best effort, whatever the text holds."""
+        with contextlib.suppress(Exception):
             self.connection.settimeout(timeout_s)
-            self.connection.sendall(_native.encode_error_frame(code, text))
+            self.connection.sendall(_native.encode_error_frame(code, safe_text(text)))
 
     def receive(self, expected: FrameType, *, deadline: float) -> bytes:
         """The payload of the next frame, which must be of the ``expected`` kind.

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import TextIO
 
 from duckllm import _native
 from duckllm._native import ErrorCode
@@ -61,6 +62,8 @@ class WorkerServer:
     def serve(self) -> bool:
         """Accepts connections until stopped; True when every connection's thread has ended by then."""
         stdin = 0
+        if self._config.exit_with_stdin and sys.stdin is None:
+            return self._close()  # closed from the start: it has ended, and its descriptor is another's now
         with selectors.PollSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._wake_receiver, selectors.EVENT_READ)
@@ -142,21 +145,28 @@ def run_worker(config: WorkerConfig, *, json_output: bool = False) -> None:
     isa = _native.select_isa()
     if json_output:
         facts = {"event": "listening", "address": str(server.address), "pid": os.getpid(), "isa": isa}
-        print(json.dumps(facts), flush=True)
+        line = json.dumps(facts)
     else:
-        print(
+        line = (
             f"worker listening on {server.address} ({isa}, {config.resolved_threads} threads, "
-            f"{'with' if config.token else 'without'} a cluster token); Ctrl-C stops it",
-            flush=True,
+            f"{'with' if config.token else 'without'} a cluster token); Ctrl-C stops it"
         )
+    _write_line(sys.stdout, line)
     if not server.serve():
         # A thread is still inside a step: leave without the interpreter's tear-down under its feet.
-        sys.stderr.flush()
         os._exit(0)
 
 
 def _log(line: str) -> None:
-    print(f"worker: {line}", file=sys.stderr, flush=True)
+    _write_line(sys.stderr, f"worker: {line}")
+
+
+def _write_line(stream: TextIO | None, line: str) -> None:
+    """Writes at once and past every buffer, which would keep a failed line for the exit; may lose it."""
+    if stream is None:
+        return
+    with contextlib.suppress(OSError, ValueError):  # closed, full, or nobody reads it
+        os.write(stream.fileno(), f"{line}\n".encode("utf-8", "replace"))
 
 
 def _stdin_ended() -> bool:

@@ -6,6 +6,7 @@ ends here, with an ERROR frame and a closed connection.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -18,7 +19,7 @@ import duckllm
 from duckllm import _native
 from duckllm._native import ErrorCode, FrameType
 from duckllm.cluster.auth import authenticate_worker
-from duckllm.cluster.frames import ControlChannel, PeerClosedError, error_code
+from duckllm.cluster.frames import ControlChannel, PeerClosedError, error_code, safe_text
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.errors import DuckError, ProtocolError, WorkerUnavailableError
 from duckllm.worker.config import WorkerConfig
@@ -42,7 +43,8 @@ class Sessions:
     """
 
     def __init__(self, config: WorkerConfig, log: Callable[[str], None]) -> None:
-        self._config, self._log = config, log
+        self._config = config
+        self._log = _never_raising(log)
         self._isa = _native.select_isa()
         self._weights = WorkerWeights(config.model)
         self._active = threading.Lock()
@@ -73,7 +75,7 @@ class Sessions:
             self._log(f"{peer}: the connection failed: {error.strerror or error}")
         except DuckError as error:
             channel.send_error(error_code(error), str(error))
-            self._log(f"{peer}: refused: {error}")
+            self._log(f"{peer}: refused: {safe_text(str(error))}")
         except Exception as error:
             channel.send_error(ErrorCode.INTERNAL, f"the worker failed: {type(error).__name__}")
             self._log(f"{peer}: failed: {traceback.format_exc()}")
@@ -148,6 +150,14 @@ class Sessions:
                 raise ProtocolError(f"plan: {error}") from error
         self._prepared = (key, server)
         return server, verified_stripes
+
+
+def _never_raising(log: Callable[[str], None]) -> Callable[[str], None]:
+    def log_or_lose(line: str) -> None:
+        with contextlib.suppress(Exception):
+            log(line)
+
+    return log_or_lose
 
 
 def _check_still_connected(connection: socket.socket) -> None:
