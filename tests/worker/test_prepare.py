@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from duckllm.cluster.plan import WorkerPlan
 from duckllm.errors import (
     CheckpointError,
     ModelNotFoundError,
@@ -18,6 +21,8 @@ from duckllm.errors import (
     WorkerUnavailableError,
 )
 from duckllm.weights.manifest import Manifest
+from duckllm.worker.config import WorkerConfig
+from duckllm.worker.session import Sessions
 from worker_harness import (
     WorkerProcess,
     check_serves,
@@ -124,16 +129,18 @@ def test_a_file_of_another_shape(worker: WorkerProcess, tmp_path: Path) -> None:
     ("fields", "sentence"),
     [
         ({"intermediate_size": 16}, "first_stripe"),
-        ({"max_step_tokens": 10_000_000}, "max_step_tokens: got 10000000 .steps of"),
-        ({"max_step_tokens": 100_000_000}, "max_"),
+        ({"max_step_tokens": 10_000_000}, "plan max_step_tokens: got 10000000, expected at most "),
+        ({"hidden_size": 1 << 30}, "plan max_step_tokens: got 8, expected at most 0, "),
+        ({"folder": "x" * 300}, "layer 1: got no such file in xxx"),
+        ({"folder": "\ud800"}, "layer 1: got no such file in "),
         ({"hidden_size": 40}, "unit bytes of layer 1: got"),
     ],
 )
 def test_a_plan_that_makes_no_sense(
-    worker: WorkerProcess, model: Manifest, fields: dict[str, int], sentence: str
+    worker: WorkerProcess, model: Manifest, fields: dict[str, Any], sentence: str
 ) -> None:
     (plan,) = plan_for(model)
-    with pytest.raises(ProtocolError, match=sentence):
+    with pytest.raises((ProtocolError, ModelNotFoundError), match=sentence):
         connect(worker.address, replace(plan, **fields))
     check_serves(worker, model)
 
@@ -174,3 +181,35 @@ def test_a_host_that_leaves_without_close_frees_the_worker(worker: WorkerProcess
     for seed in range(3):
         connect(worker.address, plan_for(model)[0]).close()
         check_serves(worker, model, seed=seed)
+
+
+def test_files_are_checked_before_memory_is_set_aside(
+    model: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory_yet(**sizes: int) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("duckllm._native.StepServer", no_memory_yet)
+    (plan,) = plan_for(model)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(CheckpointError, match=r"units: got U8 \[6, 7, "):
+        Sessions(WorkerConfig(threads=1), print)._prepare(replace(plan, num_experts=1 << 30), theirs)
+
+
+def test_the_scratch_of_the_largest_step_is_bounded(model: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    # H 72 (padded 96), K 3, 7 stripes: 2*384 + 3*(448 + 28) + 2*(288 + 24) + 432 = 3252 bytes a token.
+    monkeypatch.setattr("duckllm.worker.session.MAX_SCRATCH_BYTES", 8 * 3252)
+    sessions = Sessions(WorkerConfig(threads=1), print)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        (plan,) = plan_for(model, max_step_tokens=8)
+        assert sessions._prepare(plan, theirs)[1] == 14
+        with pytest.raises(ProtocolError, match="plan max_step_tokens: got 9, expected at most 8, "):
+            sessions._prepare(replace(plan, max_step_tokens=9), theirs)
+
+
+def test_unknown_fields_of_a_plan_are_shown_in_part(model: Manifest) -> None:
+    (plan,) = plan_for(model)
+    with pytest.raises(ProtocolError, match=r"unknown fields \['xxx") as caught:
+        WorkerPlan.from_json({**plan.to_json(), "x" * 100_000: 1})
+    assert len(str(caught.value)) < 600

@@ -86,7 +86,7 @@ class WorkerPlan:
         if value.keys() != fields.keys():
             odd = sorted(value.keys() ^ fields.keys())
             raise ProtocolError(
-                f"plan: got missing or unknown fields {odd}, expected exactly {sorted(fields)}"
+                f"plan: got missing or unknown fields {_shortened(odd)}, expected exactly {sorted(fields)}"
             )
         layers = value["layers"]
         _check("layers", layers, "a list of at least one layer", isinstance(layers, list) and layers)

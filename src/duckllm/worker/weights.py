@@ -6,6 +6,7 @@ found good is not read again as long as its file stays the same.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,8 +45,9 @@ class WorkerWeights:
         if self._own is not None and self._own.model_hash == plan.model_hash:
             folders.insert(0, self._own.folder)
         for folder in folders:
-            if (folder / layer.file).is_file():
-                return folder / layer.file
+            with contextlib.suppress(OSError, ValueError):  # such as a name that no file can have
+                if (folder / layer.file).is_file():
+                    return folder / layer.file
         places = " or ".join(str(folder) for folder in dict.fromkeys(folders))
         raise ModelNotFoundError(f"{layer.file} of layer {layer.layer}: got no such file in {places}")
 
@@ -108,5 +110,8 @@ class WorkerWeights:
 
 
 def _identity(path: Path) -> _FileIdentity:
-    status = path.stat()
+    try:
+        status = path.stat()
+    except OSError as error:  # gone since it was found
+        raise ModelNotFoundError(f"{path}: {error.strerror}") from error
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
