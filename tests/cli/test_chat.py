@@ -239,6 +239,7 @@ def test_workers_that_are_neither(text: str) -> None:
         (10**5000, "a value of too many digits"),
         (InWords("w" * 100), "w" * 100),
     ],
+    ids=["fits", "one-more", "digits", "words"],
 )
 def test_an_error_shows_the_ends_of_a_long_value(value: object, shown: str) -> None:
     assert str(ConfigError("field", value, "less")) == f"field: got {shown}, expected less"

@@ -234,13 +234,13 @@ def test_a_wrong_value_is_an_error_with_field_and_value(
 
 @pytest.mark.parametrize("model", [5, [], b"x", True])
 def test_a_model_that_is_no_name_is_an_error(model: object) -> None:
-    with pytest.raises(ConfigError, match="^model: got .*, expected a folder's name"):
+    with pytest.raises(ConfigError, match=r"^model: got .*, expected a folder's name"):
         LLM(model)
 
 
 @pytest.mark.parametrize("addresses", [["a:1"], "a:1", (1,), ("",)])
 def test_addresses_are_a_tuple_of_text(addresses: object) -> None:
-    with pytest.raises(ConfigError, match="^addresses: got "):
+    with pytest.raises(ConfigError, match=r"^addresses: got "):
         ClusterConfig(addresses=addresses)
 
 
