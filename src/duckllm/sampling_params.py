@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ class SamplingParams:
     """Sampling of one request.
 
     Args:
-        temperature: Divides the logits; 0 (and anything below 1e-5) takes the likeliest token.
+        temperature: Divides the logits; 0 (and anything below 1e-5) takes the likeliest token; at most 1e6.
         top_k: Number of likeliest tokens to choose from; 0 or -1 for all.
         top_p: Smallest set of likeliest tokens whose probabilities sum to this, in (0, 1].
         min_p: Least probability of a token, as a share of the likeliest token's, in [0, 1].
@@ -36,7 +35,7 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        self._require_number("temperature", "a finite number of at least 0", lambda v: v >= 0)
+        self._require_number("temperature", "a number from 0 to 1000000", lambda v: 0 <= v <= 1_000_000)
         self._require_int("top_k", "an integer of at least 0, or -1", lambda v: v >= -1)
         self._require_number("top_p", "a number above 0, at most 1", lambda v: 0 < v <= 1)
         self._require_number("min_p", "a number from 0 to 1", lambda v: 0 <= v <= 1)
@@ -67,7 +66,7 @@ class SamplingParams:
     def _require_number(self, field: str, expected: str, in_range: Any) -> None:
         value = getattr(self, field)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (is_number and math.isfinite(value) and in_range(value)):
+        if not (is_number and in_range(value)):
             raise ConfigError(field, value, expected)
 
     def _require_int(self, field: str, expected: str, in_range: Any) -> None:

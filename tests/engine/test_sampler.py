@@ -112,6 +112,10 @@ def test_the_logits_are_not_changed() -> None:
         ("temperature", float("nan")),
         ("temperature", float("inf")),
         ("temperature", "hot"),
+        ("temperature", 1_000_001),
+        ("temperature", 10**400),
+        ("top_p", 10**400),
+        ("min_p", float("nan")),
         ("temperature", True),
         ("top_k", -2),
         ("top_k", 1.5),
@@ -129,7 +133,17 @@ def test_the_logits_are_not_changed() -> None:
 def test_a_bad_value_is_an_error_that_names_field_and_value(field: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         SamplingParams(**{field: value})
-    assert str(caught.value).startswith(f"{field}: got {value!r}, expected ")
+    shown = repr(value)[:38]
+    assert str(caught.value).startswith(f"{field}: got {shown}")
+    assert ", expected " in str(caught.value)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-3, 1_000_000])
+def test_no_temperature_overflows(temperature: float) -> None:
+    logits = torch.tensor([3e38, -3e38, 3e38, 1e30])
+    sampler = Sampler(SamplingParams(temperature=temperature))
+    assert sampler.probabilities(logits).tolist() == [0.5, 0.0, 0.5, 0.0]
 
 
 def test_an_unknown_field_is_named() -> None:

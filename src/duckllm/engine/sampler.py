@@ -48,7 +48,9 @@ class Sampler:
             logits, result: [V] f32
         """
         params = self.params
-        logits = logits / params.temperature
+        # In f64, and from the largest down, so that a small temperature cannot overflow.
+        scaled = (logits.double() - logits.max().double()) / params.temperature
+        logits = scaled.to(logits.dtype)
         if params.min_p > 0:
             probabilities = logits.softmax(dim=-1)
             logits = logits.masked_fill(probabilities < params.min_p * probabilities.max(), -torch.inf)
