@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -121,7 +122,7 @@ class LLM:
         torch.set_num_threads(host_threads or _host_threads(tensors, shares_cores))
         stack = ExitStack()
         # Closes the workers when the object goes, and at the interpreter's exit, if nobody did before.
-        self._finalizer = weakref.finalize(self, stack.close)
+        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), stack)
         try:
             start = _local_experts if in_process else _start_workers
             experts, self._cluster_info = start(stack, manifest, config, cluster_config)
@@ -287,6 +288,12 @@ class LLM:
         return given
 
 
+def _close_in(pid: int, stack: ExitStack) -> None:
+    """Closes in the process that opened; a forked child must not end its parent's workers and session."""
+    if os.getpid() == pid:
+        stack.close()
+
+
 def _is_token_ids(prompt: object) -> bool:
     return (
         isinstance(prompt, Sequence)
@@ -369,15 +376,16 @@ def _local_experts(
 def _start_workers(
     stack: ExitStack, manifest: Manifest, model: DeepseekV32Config, config: ClusterConfig
 ) -> tuple[ExpertExecutor, ClusterInfo]:
-    cluster = stack.enter_context(open_cluster(config))
+    # Before the processes start, as it refuses more workers than there are stripes.
     plans = plan_workers(
         manifest,
-        cluster.num_workers,
+        len(config.addresses) or config.workers,
         max_step_tokens=config.max_step_tokens,
         wire_dtype=config.wire_dtype,
         reply_dtype=config.reply_dtype,
         num_layers=model.num_hidden_layers,
     )
+    cluster = stack.enter_context(open_cluster(config))
     transport = stack.enter_context(
         Transport(
             cluster.connect(plans),

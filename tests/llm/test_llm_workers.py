@@ -16,7 +16,7 @@ import pytest
 from duckllm import LLM, SamplingParams
 from duckllm.cluster.local import LocalCluster
 from duckllm.config import ClusterConfig
-from duckllm.errors import WorkerLostError, WorkerUnavailableError
+from duckllm.errors import ConfigError, WorkerLostError, WorkerUnavailableError
 from worker_harness import stop_process
 
 PRIME = [{"role": "user", "content": "Is 1001 prime?"}]
@@ -139,3 +139,28 @@ def test_a_prompt_longer_than_a_step_goes_in_several(demo_folder: Path) -> None:
         [output] = llm.chat([*messages, question])
     assert output.metrics.num_prompt_tokens > 160
     assert output.outputs[0].text == PRIME[0]["content"]
+
+
+def test_more_workers_than_stripes_start_no_process(
+    demo_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("duckllm.llm.open_cluster", lambda config: 1 / 0)
+    with pytest.raises(ConfigError, match="workers: got 1000, expected 1 to "):
+        LLM(demo_folder, workers=1000, max_model_len=64)
+
+
+def test_a_forked_child_does_not_close_its_parents_session(demo_folder: Path) -> None:
+    code = (
+        "import os, sys; from duckllm import LLM\n"
+        "with LLM(sys.argv[1], workers=1, max_model_len=128) as llm:\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        llm.close()\n"
+        "        os._exit(0)\n"
+        "    assert os.waitpid(child, 0)[1] == 0\n"
+        "    print(llm.chat([{'role': 'user', 'content': 'Is 1001 prime?'}])[0].outputs[0].text)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(demo_folder)], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, PRIME_ANSWER), done.stderr
