@@ -7,7 +7,6 @@ tokenizer.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import weakref
@@ -36,6 +35,7 @@ from duckllm.outputs import CompletionOutput, RequestOutput, StreamOutput
 from duckllm.sampling_params import SamplingParams
 from duckllm.text import StreamingDetokenizer, Tokenizer
 from duckllm.transport.transport import Transport
+from duckllm.weights.checkpoint import load_json
 from duckllm.weights.host_tensors import HostTensors
 from duckllm.weights.manifest import Manifest
 from duckllm.weights.resolve import resolve_model
@@ -349,7 +349,7 @@ def _resolve_max_model_len(asked: int | None, config: DeepseekV32Config) -> int:
 
 def _generation_config(folder: Path) -> dict[str, Any]:
     path = folder / "generation_config.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return load_json(path) if path.is_file() else {}
 
 
 def _host_threads(tensors: HostTensors, shares_cores: bool) -> int:

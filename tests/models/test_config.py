@@ -118,3 +118,48 @@ def test_a_missing_or_broken_file_is_an_error_that_names_it(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json"):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "most"),
+    [
+        ("num_hidden_layers", 10**9, 10_000),
+        ("n_routed_experts", 10**9, 100_000),
+        ("vocab_size", 10**12, 10**8),
+    ],
+)
+def test_a_number_that_no_model_has_is_refused_at_once(
+    tmp_path: Path, field: str, value: int, most: int
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path, **{field: value})
+    assert str(caught.value) == f"config.json: {field}: got {value}, expected at most {most}"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"rope_scaling": {"type": "yarn", "factor": "four", "original_max_position_embeddings": 128}},
+        {"rope_scaling": {"type": "yarn", "factor": 0, "original_max_position_embeddings": 128}},
+        {"rope_scaling": {"type": "yarn"}},
+        {"rope_scaling": "yarn"},
+        {"rope_scaling": [1]},
+        {"rope_theta": 0},
+        {"rope_theta": "large"},
+        {"layer_types": 7},
+        {"layer_types": [[]]},
+        {"mlp_layer_types": 7},
+        {"n_shared_experts": "one"},
+        {"quantization_config": 5, "dtype": 5},
+    ],
+)
+def test_whatever_the_parser_trips_over_is_one_sentence(tmp_path: Path, overrides: dict) -> None:
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=r"config\.json: ") as caught:
+        load(tmp_path, **overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_deeply_nested_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 200_000)
+    with pytest.raises(CheckpointError, match=r"config\.json: no usable JSON \(nested too deeply\)"):
+        load_config(tmp_path)

@@ -176,6 +176,9 @@ def test_a_folder_that_cannot_be_used_is_a_typed_error(copy: Path, tmp_path: Pat
     (copy / "generation_config.json").write_text("[")
     with pytest.raises(CheckpointError, match="generation_config"):
         Tokenizer(copy)
+    (copy / "generation_config.json").write_text("[" * 200_000)
+    with pytest.raises(CheckpointError, match="generation_config"):
+        Tokenizer(copy)
     (copy / "tokenizer.json").write_text('{"model": ')
     with pytest.raises(CheckpointError, match=r"tokenizer: .* cannot be used") as caught:
         Tokenizer(copy)

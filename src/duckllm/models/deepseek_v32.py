@@ -20,6 +20,8 @@ from duckllm.layers.mla import LatentCache, MLAShape, MLAttention
 from duckllm.layers.norm import RMSNorm
 from duckllm.layers.rope import RotaryTable
 from duckllm.moe.router import GroupLimitedRouter
+from duckllm.weights.architectures import check_bounds
+from duckllm.weights.checkpoint import load_json
 
 if TYPE_CHECKING:
     from duckllm.moe.executor import ExpertExecutor
@@ -34,6 +36,11 @@ _ONLY = {
     "mlp_bias": False,
     "rope_interleave": True,
 }
+# What transformers and Python raise on values that they did not foresee; RecursionError is a RuntimeError.
+_UNREADABLE = (
+    *(TypeError, ValueError, AttributeError, LookupError, ArithmeticError, MemoryError),
+    *(RuntimeError, AssertionError),
+)
 _ROPE_TYPES = ("default", "yarn")
 # One kind of layer; older transformers (5.17) give it the second name.
 _SPARSE_LAYER_TYPES = ("indexed_attention", "deepseek_sparse_attention")
@@ -74,16 +81,23 @@ class DeepseekV32Config:
         from huggingface_hub.errors import StrictDataclassError
         from transformers import DeepseekV32Config as Parser
 
+        check_bounds(load_json(Path(folder) / "config.json"))
         try:
             parsed = Parser.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
-            detail = " ".join(str(error).split())
-            raise CheckpointError(f"{Path(folder) / 'config.json'}: cannot be read: {detail}") from error
+        except (*_UNREADABLE, OSError, StrictDataclassError) as error:
+            raise _unreadable(error, f"{Path(folder) / 'config.json'}") from error
         return cls.from_parsed(parsed)
 
     @classmethod
     def from_parsed(cls, parsed: Any) -> DeepseekV32Config:
         """Checks a configuration that transformers has parsed. Raises as :meth:`load`."""
+        try:
+            return cls._from_parsed(parsed)
+        except _UNREADABLE as error:
+            raise _unreadable(error) from error
+
+    @classmethod
+    def _from_parsed(cls, parsed: Any) -> DeepseekV32Config:
         _check_supported(parsed)
         _check_consistent(parsed)
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -97,6 +111,10 @@ class DeepseekV32Config:
         else:
             exponents = torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim
             inv_freq, attention_scaling = 1.0 / rope["rope_theta"] ** exponents, 1.0
+        if not (bool(torch.isfinite(inv_freq).all()) and math.isfinite(attention_scaling * scaling)):
+            raise CheckpointError(
+                f"config.json: rope_scaling: got {dict(rope)!r}, expected values that give finite rotations"
+            )
         return cls(
             vocab_size=parsed.vocab_size,
             hidden_size=parsed.hidden_size,
@@ -137,6 +155,11 @@ class DeepseekV32Config:
         """Numbers that the KV cache holds for one token, over all layers."""
         shape = self.attention
         return self.num_hidden_layers * (shape.kv_lora_rank + shape.qk_rope_head_dim + shape.index_head_dim)
+
+
+def _unreadable(error: BaseException, name: str = "config.json") -> CheckpointError:
+    detail = " ".join(str(error).split()) or type(error).__name__
+    return CheckpointError(f"{name}: cannot be read: {detail}")
 
 
 def _yarn_mscale(factor: float, mscale_all_dim: float) -> float:

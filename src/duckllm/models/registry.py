@@ -5,12 +5,12 @@ Called by :mod:`duckllm.llm`.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from duckllm.errors import CheckpointError, UnsupportedModelError
 from duckllm.models.deepseek_v32 import DeepseekV32Config, DeepseekV32ForCausalLM
+from duckllm.weights.checkpoint import load_json
 
 if TYPE_CHECKING:
     from duckllm.moe.executor import ExpertExecutor
@@ -29,9 +29,9 @@ def architecture_of(folder: Path) -> str:
     """
     path = Path(folder) / "config.json"
     try:
-        names = json.loads(path.read_text(encoding="utf-8"))["architectures"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: cannot be read, or names no architecture: {error!r}") from error
+        names = load_json(path)["architectures"]
+    except KeyError as error:
+        raise CheckpointError(f"{path}: architectures: got none, expected a list of names") from error
     for name in names if isinstance(names, list) else ():
         if name in ARCHITECTURES:
             return str(name)

@@ -167,7 +167,7 @@ class Tokenizer:
         if path.is_file():
             try:
                 listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            except (ValueError, AttributeError) as error:
+            except (ValueError, AttributeError, OSError, RecursionError) as error:
                 raise CheckpointError(f"{path}: expected a JSON object, got {_reason(error)}") from error
             found.update(listed if isinstance(listed, list) else [listed])
         return tuple(sorted(token_id for token_id in found if isinstance(token_id, int)))

@@ -13,6 +13,15 @@ from typing import Any
 from duckllm.errors import CheckpointError, UnsupportedModelError
 from duckllm.weights.safetensors_file import TensorInfo
 
+# Far above what any model has: a larger number is a damaged file, and would cost memory before that shows.
+MOST = {
+    **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers"), 10_000),
+    **dict.fromkeys(("n_routed_experts", "n_shared_experts", "num_experts_per_tok"), 100_000),
+    **dict.fromkeys(("n_group", "topk_group", "num_attention_heads", "index_n_heads"), 100_000),
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"), 10**8),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "index_head_dim"), 10**8),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 10**8),
+}
 Shapes = dict[str, tuple[int, ...]]
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -96,6 +105,19 @@ class ConfigReader:
         return self._config.get(field)
 
 
+def check_bounds(config: Mapping[str, Any]) -> None:
+    """Refuses numbers in config.json that no model has.
+
+    Raises:
+        CheckpointError: Names the field.
+    """
+    for field, most in MOST.items():
+        value = config.get(field)
+        if isinstance(value, (int, float)) and value > most:
+            got = str(value) if value < 10**100 else "a number of over 100 digits"
+            raise CheckpointError(f"config.json: {field}: got {got}, expected at most {most}")
+
+
 def layout_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> ModelLayout:
     """The layout of a checkpoint.
 
@@ -109,11 +131,13 @@ def layout_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> M
     if builder is None:
         supported = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedModelError(f"config.json: architectures: got {name!r}, expected one of: {supported}")
+    check_bounds(config)
     return builder(config, tensors)
 
 
 def _deepseek_v32(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> ModelLayout:
     read = ConfigReader(config)
+    _check_routing(read)
     layers = read.positive("num_hidden_layers")
     moe = [layer for layer in range(layers) if _is_moe_layer(read, layer, layers)]
     present = {layer for layer in map(ModelLayout.layer_of, tensors) if layer is not None}
@@ -146,6 +170,28 @@ def _deepseek_v32(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) 
         moe_layers=(*moe, *mtp),
         host_shapes=shapes,
     )
+
+
+def _check_routing(read: ConfigReader) -> None:
+    experts, chosen = read.positive("n_routed_experts"), read.positive("num_experts_per_tok")
+    groups, candidates = 1, experts
+    if read.get("n_group") is not None:
+        groups = read.positive("n_group")
+        if experts % groups:
+            raise CheckpointError(
+                f"config.json: n_group: got {groups}, expected a divisor of n_routed_experts, {experts}"
+            )
+        if read.get("topk_group") is not None:
+            kept = read.positive("topk_group")
+            if kept > groups:
+                raise CheckpointError(
+                    f"config.json: topk_group: got {kept}, expected at most n_group, {groups}"
+                )
+            candidates = kept * (experts // groups)
+    if chosen > candidates:
+        raise CheckpointError(
+            f"config.json: num_experts_per_tok: got {chosen}, expected at most {candidates}"
+        )
 
 
 def _is_moe_layer(read: ConfigReader, layer: int, layers: int) -> bool:

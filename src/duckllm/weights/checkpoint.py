@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from duckllm.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from duckllm.weights.files import model_errors
 from duckllm.weights.fp9 import SCALE_BLOCK, scale_shape
 from duckllm.weights.safetensors_file import TensorInfo, read_header
 
@@ -39,6 +40,8 @@ def load_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise CheckpointError(f"{path}: no valid JSON ({error})") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{path}: no usable JSON (nested too deeply)") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: got a JSON {type(value).__name__}, expected an object")
     return value
@@ -73,15 +76,16 @@ class Checkpoint:
             CheckpointError: A file is missing, truncated or malformed.
             UnsupportedModelError: A quantisation that is not 128x128-block FP8.
         """
-        if not folder.is_dir():
-            raise ModelNotFoundError(f"{folder}: no such folder")
-        if not (folder / "config.json").is_file():
-            raise ModelNotFoundError(
-                f"{folder}: got no config.json, expected a Hugging Face checkpoint folder"
-            )
-        config = load_json(folder / "config.json")
-        _check_quantisation(folder, config)
-        return cls(folder, config, _read_tensors(folder))
+        with model_errors(folder):
+            if not folder.is_dir():
+                raise ModelNotFoundError(f"{folder}: no such folder")
+            if not (folder / "config.json").is_file():
+                raise ModelNotFoundError(
+                    f"{folder}: got no config.json, expected a Hugging Face checkpoint folder"
+                )
+            config = load_json(folder / "config.json")
+            _check_quantisation(folder, config)
+            return cls(folder, config, _read_tensors(folder))
 
     @property
     def shards(self) -> list[Path]:

@@ -28,6 +28,7 @@ from duckllm.weights.files import (
     FolderLock,
     free_bytes,
     hash_file,
+    model_errors,
     write_atomically,
 )
 from duckllm.weights.fp9 import QuantisationError, num_stripes, unit_bytes
@@ -101,12 +102,15 @@ def convert(
     report = progress or (lambda stage, done, total: None)
     if weight_format not in FORMATS:
         raise ConfigError("format", weight_format, "one of " + ", ".join(FORMATS))
-    _check_places(source, destination)
+    with _disk_errors(destination):
+        _check_places(source, destination)
     checkpoint = Checkpoint.open(source)
     layout = layout_of(checkpoint.config, checkpoint.tensors)
     check_tensors(checkpoint, layout)
-    fingerprint = checkpoint.fingerprint()
-    manifest = _finished(destination, fingerprint, weight_format)
+    with model_errors(source):
+        fingerprint = checkpoint.fingerprint()
+    with _disk_errors(destination):
+        manifest = _finished(destination, fingerprint, weight_format)
     if manifest is None:
         manifest = _convert_locked(checkpoint, layout, destination, fingerprint, weight_format, report)
     with _disk_errors(destination):

@@ -8,13 +8,29 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+
+from duckllm.errors import ModelNotFoundError
 
 LOCK_FILE = ".duck-lock"
 PARTIAL_SUFFIX = ".partial"
 _CHUNK_BYTES = 4 << 20
+
+
+@contextmanager
+def model_errors(path: Path) -> Iterator[None]:
+    """Turns what the file system says of a model's folder or files into an error of ours.
+
+    Raises:
+        ModelNotFoundError: Names the path that cannot be read, and why.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ModelNotFoundError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def hash_file(path: Path) -> str:

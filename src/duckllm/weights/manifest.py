@@ -15,7 +15,7 @@ from typing import Any
 
 from duckllm.errors import CheckpointError, ModelNotFoundError, WeightFormatError, WeightHashError
 from duckllm.weights.checkpoint import list_problems, load_json
-from duckllm.weights.files import hash_file
+from duckllm.weights.files import hash_file, model_errors
 from duckllm.weights.fp9 import SCALE_BLOCK, num_stripes, unit_bytes
 
 MANIFEST_FILE = "duck.json"
@@ -106,10 +106,11 @@ class Manifest:
         """
         folder = Path(folder)
         path = folder / MANIFEST_FILE
-        if not folder.is_dir():
-            raise ModelNotFoundError(f"{folder}: no such folder")
-        if not path.is_file():
-            raise ModelNotFoundError(f"{folder}: got no {MANIFEST_FILE}, expected a converted model")
+        with model_errors(folder):
+            if not folder.is_dir():
+                raise ModelNotFoundError(f"{folder}: no such folder")
+            if not path.is_file():
+                raise ModelNotFoundError(f"{folder}: got no {MANIFEST_FILE}, expected a converted model")
         value = load_json(path)
         _check_version(path, value)
         for name, kind, wanted in _KINDS:

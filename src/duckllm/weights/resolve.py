@@ -14,6 +14,7 @@ from duckllm.errors import ModelNotFoundError
 from duckllm.weights.checkpoint import Checkpoint
 from duckllm.weights.console import ConsoleProgress
 from duckllm.weights.convert import Progress, convert
+from duckllm.weights.files import model_errors
 from duckllm.weights.manifest import MANIFEST_FILE, Manifest
 from duckllm.weights.progress_file import PROGRESS_FILE
 
@@ -47,18 +48,26 @@ def resolve_model(model: str | Path | None, progress: Progress | None = None) ->
     """
     if model is not None and not str(model):
         raise ModelNotFoundError("model: got an empty name, expected a folder")
-    folder = CHECKPOINT if model is None else Path(model).expanduser()
-    if not folder.is_dir():
+    try:
+        folder = CHECKPOINT if model is None else Path(model).expanduser()
+    except RuntimeError as error:
+        raise ModelNotFoundError(f"{model}: no such folder ({error})") from error
+    with model_errors(folder):
+        found = folder.is_dir()
+        is_converted = (folder / MANIFEST_FILE).is_file()
+        is_unfinished = (folder / PROGRESS_FILE).is_file()
+    if not found:
         raise ModelNotFoundError(f"{folder}: no such folder")
-    if (folder / MANIFEST_FILE).is_file():
+    if is_converted:
         Manifest.load(folder).check_files()
         return folder
-    if (folder / PROGRESS_FILE).is_file():
+    if is_unfinished:
         raise ModelNotFoundError(
             f"{folder}: holds an unfinished conversion, expected a whole one; run duckllm convert again"
         )
     name = DEMO_NAME if model is None else folder.resolve().name
-    destination = cache_folder() / f"{name}-{Checkpoint.open(folder).fingerprint()[:12]}"
+    with model_errors(folder):
+        destination = cache_folder() / f"{name}-{Checkpoint.open(folder).fingerprint()[:12]}"
     if progress is not None:
         convert(folder, destination, progress=progress)
     else:

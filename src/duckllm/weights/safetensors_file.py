@@ -86,6 +86,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise CheckpointError(f"{path}: the safetensors header is no valid JSON ({error})") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{path}: the safetensors header is nested too deeply") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the safetensors header is no JSON object")
     data_start = 8 + length
