@@ -161,7 +161,8 @@ class LLM:
         """The replies to prompts, in their order.
 
         Args:
-            prompts: A text, its token ids, or a list of these.
+            prompts: A text, its token ids, or a list of these. Control tokens that a text spells, such as one
+                that ends a turn, are those tokens, as in vLLM; in messages for :meth:`chat` they are text.
             sampling_params: For all prompts, or one for each; None for the model's own defaults.
 
         Raises:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from duckllm.errors import CheckpointError, ModelNotFoundError, RequestError
+from duckllm.text.control_text import control_texts, free_mark, put_marks, spelled_in, texts_of
 
 ROLES = ("system", "user", "assistant")
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
@@ -46,8 +47,11 @@ class Tokenizer:
         self._inner = _load(self.folder)
         self.bos_token_id: int | None = self._inner.bos_token_id
         self.eos_token_ids = self._find_eos_token_ids()
-        self.special_token_ids = frozenset(
-            token_id for token_id, token in self._inner.added_tokens_decoder.items() if token.special
+        added = self._inner.added_tokens_decoder
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._special_texts = frozenset(token.content for token in added.values() if token.special)
+        self._control_texts = control_texts(
+            ((token.content, token.special) for token in added.values()), str(self._inner.chat_template or "")
         )
         decoders = _decoder_types(self._inner)
         self._byte_level = "ByteLevel" in decoders
@@ -68,6 +72,9 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, begun by BOS exactly once where the tokenizer or the template begins so.
 
+        A control token that is spelled in the text becomes that token, so that a caller may write a
+        conversation by hand; a text from somebody else belongs into :meth:`apply_chat_template`.
+
         Raises:
             RequestError: ``text`` is not valid Unicode.
         """
@@ -77,6 +84,10 @@ class Tokenizer:
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, ending where the assistant's reply begins.
 
+        Control tokens come from the template alone: one that is spelled in a message is ordinary text there,
+        cut behind its first character, with the same characters when decoded. The one exception are tokens
+        that are not flagged as special and that the template itself looks for in replies (``</think>``).
+
         Args:
             messages: ``{"role": "system" | "user" | "assistant", "content": text}``, oldest first.
 
@@ -85,7 +96,11 @@ class Tokenizer:
             CheckpointError: The folder has no chat template, or a broken one.
         """
         text = self._render(check_messages(messages))
-        ids = self._encode(text, "messages")
+        _check_unicode(text, "messages")
+        spelled = spelled_in(messages, self._control_texts)
+        self._refuse_hidden(messages, spelled)
+        pieces = self._render_in_pieces(messages, text, spelled) if spelled else [text]
+        ids = [token_id for piece in pieces for token_id in self._encode(piece, "messages")]
         return self._with_one_bos(ids) if self._adds_bos or ids[:1] == [self.bos_token_id] else ids
 
     def decode(self, token_ids: Iterable[int]) -> str:
@@ -112,12 +127,7 @@ class Tokenizer:
     def _encode(self, text: str, field: str) -> list[int]:
         if not isinstance(text, str):
             raise RequestError(f"{field}: got {type(text).__name__}, expected text")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"{field}: got an unpaired surrogate at character {error.start}, expected valid Unicode text"
-            ) from error
+        _check_unicode(text, field)
         ids: list[int] = self._inner.encode(text, add_special_tokens=False)
         return ids
 
@@ -151,6 +161,38 @@ class Tokenizer:
                 f"chat_template: {self.folder} has a broken one: {_reason(error)}"
             ) from error
         return text
+
+    def _render_in_pieces(
+        self, messages: Sequence[Mapping[str, str]], text: str, spelled: set[str]
+    ) -> list[str]:
+        """``text``, the rendered conversation, cut inside each control token that a message spells."""
+        mark = free_mark([text, str(self._inner.chat_template), *texts_of(messages)])
+
+        def marked(in_replies: set[str], elsewhere: set[str]) -> str:
+            return self._render(
+                [
+                    put_marks(message, in_replies if message["role"] == "assistant" else elsewhere, mark)
+                    for message in messages
+                ]
+            )
+
+        looked_for = {
+            control
+            for control in spelled - self._special_texts
+            if marked({control}, set()).replace(mark, "") != text
+        }
+        return marked(spelled - looked_for, spelled).split(mark)
+
+    def _refuse_hidden(self, messages: Sequence[Mapping[str, str]], spelled: set[str]) -> None:
+        """Refuses a control token that only the tokenizer's normalisation spells, as of wide letters."""
+        normalizer = getattr(getattr(self._inner, "backend_tokenizer", None), "normalizer", None)
+        if normalizer is None:
+            return
+        for text in texts_of(messages):
+            for control in spelled_in(normalizer.normalize_str(text), self._control_texts) - spelled:
+                raise RequestError(
+                    f"messages: got text that the tokenizer reads as {control!r}, expected no control token"
+                )
 
     def _probe_template(self) -> bool:
         if self.bos_token_id is None or not self.has_chat_template:
@@ -200,6 +242,15 @@ def check_messages(messages: Sequence[Mapping[str, str]]) -> Sequence[Mapping[st
                 f"messages[{number}].content: got {type(message['content']).__name__}, expected text"
             )
     return messages
+
+
+def _check_unicode(text: str, field: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{field}: got an unpaired surrogate at character {error.start}, expected valid Unicode text"
+        ) from error
 
 
 def _load(folder: Path) -> Any:
