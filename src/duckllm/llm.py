@@ -1,69 +1,34 @@
 """The Python interface of duck-llm: prompts in, replies out, in the shape of vLLM's offline API.
 
-Called by users and by the command line. Puts the parts together: model folder, workers, host model, engine,
-tokenizer.
+Called by users and by the command line. Checks what they give, lets :mod:`duckllm.assembly` put the parts
+together, and turns prompts into requests for the engine.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from duckllm.cluster import open_cluster
-from duckllm.config import MAX_THREADS, MAX_WORKERS, ClusterConfig, available_cores
-from duckllm.engine.engine import Engine
-from duckllm.engine.kv_cache import default_max_model_len
-from duckllm.engine.request import Request
+from duckllm.assembly import ClusterInfo, begin_workers, build_engine
+from duckllm.config import MAX_THREADS, MAX_WORKERS, ClusterConfig
 from duckllm.errors import ConfigError, RequestError
-from duckllm.models.deepseek_v32 import DeepseekV32Config
-from duckllm.models.registry import check_manifest, load_config, load_model
-from duckllm.moe.dispatch import RemoteExperts
-from duckllm.moe.executor import ExpertExecutor
-from duckllm.moe.local import LocalExperts
-from duckllm.moe.placement import plan_workers
+from duckllm.models.registry import open_model
 from duckllm.outputs import CompletionOutput, RequestOutput, StreamOutput
 from duckllm.sampling_params import SamplingParams
 from duckllm.text import StreamingDetokenizer, Tokenizer
-from duckllm.transport.transport import Transport
 from duckllm.weights.checkpoint import load_json
-from duckllm.weights.host_tensors import HostTensors
-from duckllm.weights.manifest import Manifest
-from duckllm.weights.resolve import resolve_model
+
+if TYPE_CHECKING:
+    from duckllm.engine.request import Request
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, str]]
-
-# Host weights a token reads, in elements, above which a second torch thread pays for its start.
-_ONE_THREAD_ELEMENTS = 30_000_000
-
-
-@dataclass(frozen=True)
-class ClusterInfo:
-    """What computes the experts.
-
-    Args:
-        num_workers: Workers; 0 when the experts run in this process.
-        weight_format: Format of the experts' weights.
-        isas: Instruction set of each worker, in worker order, or of this process.
-        addresses: Address of each worker, in worker order.
-        pids: Process id of each worker on its node, in worker order.
-    """
-
-    num_workers: int
-    weight_format: str
-    isas: tuple[str, ...]
-    addresses: tuple[str, ...] = ()
-    pids: tuple[int, ...] = ()
 
 
 class LLM:
@@ -109,33 +74,29 @@ class LLM:
         _check_int("host_threads", host_threads, 0, MAX_THREADS)
         if not isinstance(model, str | Path | None):
             raise ConfigError("model", model, "a folder's name, a Path, or None for the demo model")
-        folder = resolve_model(model)
-        manifest = Manifest.load(folder)
-        manifest.check_config()
-        config = load_config(folder)
-        check_manifest(manifest, config)
-        self.max_model_len = _resolve_max_model_len(max_model_len, config)
-        self.tokenizer = Tokenizer(folder)
-        self.default_sampling_params = SamplingParams.from_generation_config(_generation_config(folder))
-        tensors = HostTensors(folder)
-        shares_cores = not in_process and not cluster_config.addresses
-        torch.set_num_threads(host_threads or _host_threads(tensors, shares_cores))
+        if max_model_len is not None:
+            _check_int("max_model_len", max_model_len, 2)
+        opened = open_model(model)
+        self.default_sampling_params = SamplingParams.from_generation_config(_generation_config(opened.path))
         stack = ExitStack()
         # Closes the workers when the object goes, and at the interpreter's exit, if nobody did before.
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), stack)
         try:
-            start = _local_experts if in_process else _start_workers
-            experts, self._cluster_info = start(stack, manifest, config, cluster_config)
-            host_model = load_model(folder, config, tensors, experts, max_tokens=self.max_model_len)
+            cluster = None if in_process else begin_workers(stack, opened, cluster_config)
+            self.tokenizer = Tokenizer(opened.path)
+            self._engine, self._cluster_info = build_engine(
+                stack,
+                opened,
+                cluster,
+                cluster_config,
+                max_model_len=max_model_len,
+                host_threads=host_threads,
+                eos_token_ids=self.tokenizer.eos_token_ids,
+            )
         except BaseException:
             self.close()
             raise
-        self._engine = Engine(
-            host_model,
-            max_model_len=self.max_model_len,
-            max_step_tokens=cluster_config.max_step_tokens,
-            eos_token_ids=frozenset(self.tokenizer.eos_token_ids),
-        )
+        self.max_model_len = self._engine.max_model_len
 
     def __enter__(self) -> LLM:
         return self
@@ -337,74 +298,6 @@ def _cluster_config(workers: Any, options: dict[str, Any]) -> ClusterConfig:
     return ClusterConfig(workers=max(1, workers), **options)
 
 
-def _resolve_max_model_len(asked: int | None, config: DeepseekV32Config) -> int:
-    if asked is None:
-        return default_max_model_len(config)
-    _check_int("max_model_len", asked, 2)
-    if asked > config.max_position_embeddings:
-        raise ConfigError(
-            "max_model_len", asked, f"at most {config.max_position_embeddings}, the model's longest context"
-        )
-    return asked
-
-
 def _generation_config(folder: Path) -> dict[str, Any]:
     path = folder / "generation_config.json"
     return load_json(path) if path.is_file() else {}
-
-
-def _host_threads(tensors: HostTensors, shares_cores: bool) -> int:
-    """Threads for the host's layers; workers started here take turns with them on the same cores."""
-    num_elements = sum(
-        math.prod(tensors.shape(name)) for name in tensors.names() if "embed_tokens" not in name
-    )
-    if num_elements < _ONE_THREAD_ELEMENTS:
-        return 1
-    return max(1, available_cores() // 2 if shares_cores else available_cores())
-
-
-def _local_experts(
-    stack: ExitStack, manifest: Manifest, model: DeepseekV32Config, config: ClusterConfig
-) -> tuple[ExpertExecutor, ClusterInfo]:
-    experts = LocalExperts(
-        manifest,
-        max_step_tokens=config.max_step_tokens,
-        num_threads=config.threads_per_worker or available_cores(),
-    )
-    return experts, ClusterInfo(0, manifest.format, (experts.isa,))
-
-
-def _start_workers(
-    stack: ExitStack, manifest: Manifest, model: DeepseekV32Config, config: ClusterConfig
-) -> tuple[ExpertExecutor, ClusterInfo]:
-    # Before the processes start, as it refuses more workers than there are stripes.
-    plans = plan_workers(
-        manifest,
-        len(config.addresses) or config.workers,
-        max_step_tokens=config.max_step_tokens,
-        wire_dtype=config.wire_dtype,
-        reply_dtype=config.reply_dtype,
-        num_layers=model.num_hidden_layers,
-    )
-    cluster = stack.enter_context(open_cluster(config))
-    transport = stack.enter_context(
-        Transport(
-            cluster.connect(plans),
-            manifest.hidden_size,
-            manifest.num_experts_per_tok,
-            max_step_tokens=config.max_step_tokens,
-            wire_dtype=config.wire_dtype,
-            reply_dtype=config.reply_dtype,
-            step_timeout_s=config.step_timeout_s,
-            spin_us=max(0, config.spin_us),
-        )
-    )
-    workers = cluster.workers
-    info = ClusterInfo(
-        len(workers),
-        manifest.format,
-        tuple(worker.isa for worker in workers),
-        tuple(worker.address for worker in workers),
-        tuple(worker.pid for worker in workers),
-    )
-    return RemoteExperts(transport), info

@@ -296,3 +296,37 @@ def test_wrong_usage_in_a_process_of_its_own(arguments: list[str]) -> None:
     assert [line for line in done.stderr.splitlines() if line.startswith("Error: ")] == [
         done.stderr.splitlines()[-1]
     ]
+
+
+def run_without_torch(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command in an interpreter that has neither torch nor transformers."""
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from duckllm.cli.main import main; main()"
+    )
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--workers", "127.0.0.1:1"], "worker 127.0.0.1:1 is not available: Connection refused"),
+        (["--workers", "9"], "workers: got 9, expected 1 to 8, as an expert has 8 stripes"),
+        (["--max-model-len", "1"], "max_model_len: got 1, expected an integer of at least 2"),
+        (["/nowhere"], "/nowhere: no such folder"),
+        (["--workers", "0"], "transformers is not installed: a node does without it, a host needs it"),
+    ],
+)
+def test_what_is_cheap_to_check_is_checked_before_torch_is_imported(
+    demo_folder: Path, arguments: list[str], sentence: str
+) -> None:
+    """The last one is what comes once nothing is wrong any more."""
+    done = run_without_torch(*ask(*arguments))
+    assert done.returncode in (1, 2)
+    assert done.stderr.startswith(f"duckllm: {sentence}")
+
+
+def test_a_config_that_the_manifest_does_not_know_is_found_before_torch(converted: Path) -> None:
+    (converted / "config.json").write_text("{}")
+    assert "config.json: got SHA-256" in run_without_torch(*ask(converted)).stderr

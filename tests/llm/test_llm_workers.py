@@ -47,7 +47,7 @@ def test_an_error_inside_the_context_leaves_no_process(demo_folder: Path) -> Non
 
 def test_a_failing_start_leaves_no_process(demo_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = children()
-    monkeypatch.setattr("duckllm.llm.load_model", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr("duckllm.assembly.load_model", lambda *a, **k: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         LLM(demo_folder, workers=1)
     assert children() == before
@@ -82,6 +82,21 @@ def test_workers_at_addresses_serve_and_stay(demo_folder: Path) -> None:
 def test_no_worker_at_an_address_is_an_error(demo_folder: Path) -> None:
     with pytest.raises(WorkerUnavailableError, match=r"127\.0\.0\.1:1 "):
         LLM(demo_folder, workers="127.0.0.1:1", connect_timeout_s=5)
+
+
+def test_a_start_that_fails_while_workers_prepare_lets_go_of_them(
+    demo_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LocalCluster(ClusterConfig(workers=1)) as cluster:
+        at = {"workers": [str(cluster.addresses[0])], "cluster_token": cluster._token}
+        with monkeypatch.context() as patch:
+            patch.setattr("duckllm.assembly.load_config", lambda folder: 1 / 0)
+            with pytest.raises(ZeroDivisionError) as caught:
+                LLM(demo_folder, **at)
+        # The traceback still holds every object of the failed start: nothing was closed by being forgotten.
+        assert caught.value.__traceback__ is not None
+        with LLM(demo_folder, **at, max_model_len=128) as llm:
+            assert llm.chat(PRIME)[0].outputs[0].text == PRIME_ANSWER
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -144,7 +159,7 @@ def test_a_prompt_longer_than_a_step_goes_in_several(demo_folder: Path) -> None:
 def test_more_workers_than_stripes_start_no_process(
     demo_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("duckllm.llm.open_cluster", lambda config: 1 / 0)
+    monkeypatch.setattr("duckllm.assembly.open_cluster", lambda config: 1 / 0)
     with pytest.raises(ConfigError, match="workers: got 1000, expected 1 to "):
         LLM(demo_folder, workers=1000, max_model_len=64)
 

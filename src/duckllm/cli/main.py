@@ -115,9 +115,10 @@ def _describe(error: Exception) -> tuple[str, int]:
     """The sentence and the exit code of an error."""
     if isinstance(error, DuckError):
         return str(error), error.exit_code
-    if isinstance(error, ModuleNotFoundError) and error.name in HOST_PACKAGES:
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if package in HOST_PACKAGES:
         return (
-            f"{error.name} is not installed: a node does without it, a host needs it; "
+            f"{package} is not installed: a node does without it, a host needs it; "
             "install this package with its extra [host]",
             1,
         )

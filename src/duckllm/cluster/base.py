@@ -30,6 +30,7 @@ class Cluster:
         self.addresses = tuple(addresses)
         self._token = token
         self._workers: tuple[WorkerInfo, ...] = ()
+        self._preparing: list[Connection] = []
 
     @property
     def num_workers(self) -> int:
@@ -38,11 +39,16 @@ class Cluster:
 
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """What the connected workers said of themselves, in worker order; empty before :meth:`connect`."""
+        """What the workers said of themselves, in worker order; empty before they are ready."""
         return self._workers
 
     def connect(self, plans: Sequence[WorkerPlan]) -> list[Connection]:
-        """Connects to every worker and prepares all of them side by side.
+        """:meth:`begin` and :meth:`wait_ready` in one."""
+        self.begin(plans)
+        return self.wait_ready()
+
+    def begin(self, plans: Sequence[WorkerPlan]) -> None:
+        """Connects to every worker and gives it its plan; all of them prepare side by side meanwhile.
 
         Args:
             plans: One a worker, in worker order, as :func:`duckllm.moe.placement.plan_workers` makes them.
@@ -50,27 +56,44 @@ class Cluster:
         Raises:
             ConfigError: Another number of plans than of workers.
             ClusterError: A worker is not available, refuses, or speaks another protocol.
-            ModelError: A worker cannot use its weights; the message names the worker and the file.
         """
         if len(plans) != self.num_workers:
             raise ConfigError("plans", len(plans), f"one for each of the {self.num_workers} workers")
-        connections: list[Connection] = []
+        assert not self._preparing
         try:
             for address in self.addresses:
-                connections.append(Connection(address, self._token, self.config.connect_timeout_s))
-            for connection, plan in zip(connections, plans, strict=True):
+                self._preparing.append(Connection(address, self._token, self.config.connect_timeout_s))
+            for connection, plan in zip(self._preparing, plans, strict=True):
                 connection.send_plan(plan)
-            for connection in connections:
+        except BaseException:
+            self._hang_up()
+            raise
+
+    def wait_ready(self) -> list[Connection]:
+        """Waits until every worker has prepared; the connections are the caller's then.
+
+        Raises:
+            ClusterError: A worker is gone, refuses, or takes too long.
+            ModelError: A worker cannot use its weights; the message names the worker and the file.
+        """
+        try:
+            for connection in self._preparing:
                 connection.wait_ready(self.config.prepare_timeout_s)
         except BaseException:
-            for connection in connections:
-                connection.close()
+            self._hang_up()
             raise
+        connections, self._preparing = self._preparing, []
         self._workers = tuple(connection.info for connection in connections)
         return connections
 
     def close(self) -> None:
-        """Lets go of the workers; the transport closes the connections themselves."""
+        """Lets go of the workers; connections that :meth:`wait_ready` gave are the transport's to close."""
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        connections, self._preparing = self._preparing, []
+        for connection in connections:
+            connection.close()
 
     def __enter__(self) -> Self:
         return self

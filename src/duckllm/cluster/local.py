@@ -64,7 +64,7 @@ class LocalCluster(Cluster):
                 _wait_until_listening(child, worker, deadline) for worker, child in enumerate(self._children)
             ]
         except BaseException:
-            self.close()
+            self._stop_children()
             raise
         super().__init__(config, addresses, token)
 
@@ -79,6 +79,10 @@ class LocalCluster(Cluster):
 
     def close(self) -> None:
         """Stops the workers: end of input, then SIGTERM, then SIGKILL; each is waited for. Idempotent."""
+        super().close()
+        self._stop_children()
+
+    def _stop_children(self) -> None:
         children, self._children = self._children, []
         for child in children:
             assert child.process.stdin is not None

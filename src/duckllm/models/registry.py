@@ -1,23 +1,69 @@
-"""The architectures that can be loaded, by the name that ``config.json`` gives them.
+"""The architectures that can be loaded, by the name in ``config.json``, and the first checks of a model.
 
-Called by :mod:`duckllm.llm`.
+Called by :mod:`duckllm.llm`. A family's module, and torch with it, is imported when its model is loaded: what
+is wrong with a folder is known before that.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from duckllm.errors import CheckpointError, UnsupportedModelError
-from duckllm.models.deepseek_v32 import DeepseekV32Config, DeepseekV32ForCausalLM
+from duckllm.weights.architectures import ModelLayout, layout_of
 from duckllm.weights.checkpoint import load_json
+from duckllm.weights.manifest import MANIFEST_FILE, Manifest
+from duckllm.weights.resolve import resolve_model
 
 if TYPE_CHECKING:
+    from duckllm.models.deepseek_v32 import DeepseekV32Config, DeepseekV32ForCausalLM
     from duckllm.moe.executor import ExpertExecutor
     from duckllm.weights.host_tensors import HostTensors
-    from duckllm.weights.manifest import Manifest
 
-ARCHITECTURES = {"DeepseekV32ForCausalLM": (DeepseekV32Config, DeepseekV32ForCausalLM)}
+# The module, its configuration and its model.
+ARCHITECTURES = {
+    "DeepseekV32ForCausalLM": (
+        "duckllm.models.deepseek_v32",
+        "DeepseekV32Config",
+        "DeepseekV32ForCausalLM",
+    )
+}
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A converted model whose manifest and config.json belong together.
+
+    Args:
+        path: Where it lies.
+        manifest: Its duck.json.
+        num_layers: Layers that a token passes, those of multi-token prediction not counted.
+    """
+
+    path: Path
+    manifest: Manifest
+    num_layers: int
+
+
+def open_model(model: str | Path | None) -> ModelFolder:
+    """The folder of a model, converted once where that is needed, and checked as far as is cheap.
+
+    Reads duck.json and config.json, and the length of every other file; imports no torch.
+
+    Raises:
+        ModelNotFoundError: No such folder, or no model in it.
+        UnsupportedModelError: The architecture is not implemented.
+        ModelError: The folder's content cannot be used; names the file.
+        DiskSpaceError: A checkpoint has no room in the model cache.
+    """
+    folder = resolve_model(model)
+    manifest = Manifest.load(folder)
+    manifest.check_config()
+    layout = layout_of(load_json(folder / "config.json"), {})
+    _check_manifest(manifest, layout)
+    return ModelFolder(folder, manifest, layout.num_layers)
 
 
 def architecture_of(folder: Path) -> str:
@@ -33,8 +79,8 @@ def architecture_of(folder: Path) -> str:
     except KeyError as error:
         raise CheckpointError(f"{path}: architectures: got none, expected a list of names") from error
     for name in names if isinstance(names, list) else ():
-        if name in ARCHITECTURES:
-            return str(name)
+        if isinstance(name, str) and name in ARCHITECTURES:
+            return name
     raise UnsupportedModelError(
         f"architectures: got {names!r}, expected one of {', '.join(sorted(ARCHITECTURES))}"
     )
@@ -42,32 +88,9 @@ def architecture_of(folder: Path) -> str:
 
 def load_config(folder: Path) -> DeepseekV32Config:
     """The checked configuration of a model folder; raises as :func:`architecture_of` and the family do."""
-    return ARCHITECTURES[architecture_of(folder)][0].load(folder)
-
-
-def check_manifest(manifest: Manifest, config: DeepseekV32Config) -> None:
-    """Checks that a manifest is of the model that the configuration describes.
-
-    Raises:
-        CheckpointError: A size differs, or a layer's experts are missing; names it.
-    """
-    sizes = {
-        "hidden_size": (manifest.hidden_size, config.hidden_size),
-        "moe_intermediate_size": (manifest.moe_intermediate_size, config.moe_intermediate_size),
-        "num_experts": (manifest.num_experts, config.n_routed_experts),
-        "num_experts_per_tok": (manifest.num_experts_per_tok, config.num_experts_per_tok),
-    }
-    for field, (got, expected) in sizes.items():
-        if got != expected:
-            raise CheckpointError(
-                f"{manifest.folder / 'duck.json'}: {field}: got {got}, expected {expected} as in config.json"
-            )
-    for layer, is_moe in enumerate(config.is_moe_layer):
-        if is_moe and layer not in manifest.expert_layers:
-            raise CheckpointError(
-                f"{manifest.folder / 'duck.json'}: expert_layers: got no layer {layer}, "
-                "expected it as in config.json"
-            )
+    module, config, _ = ARCHITECTURES[architecture_of(folder)]
+    loaded: DeepseekV32Config = _named(module, config).load(folder)
+    return loaded
 
 
 def load_model(
@@ -79,4 +102,24 @@ def load_model(
     max_tokens: int,
 ) -> DeepseekV32ForCausalLM:
     """The host's part of the model in ``folder``, with its tensors loaded."""
-    return ARCHITECTURES[architecture_of(folder)][1](config, tensors, experts, max_tokens=max_tokens)
+    module, _, model = ARCHITECTURES[architecture_of(folder)]
+    loaded: DeepseekV32ForCausalLM = _named(module, model)(config, tensors, experts, max_tokens=max_tokens)
+    return loaded
+
+
+def _named(module: str, name: str) -> Any:
+    return getattr(import_module(module), name)
+
+
+def _check_manifest(manifest: Manifest, layout: ModelLayout) -> None:
+    """Checks that a manifest is of the model that config.json describes."""
+    path = manifest.folder / MANIFEST_FILE
+    for field in ("hidden_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok"):
+        got, expected = getattr(manifest, field), getattr(layout, field)
+        if got != expected:
+            raise CheckpointError(f"{path}: {field}: got {got}, expected {expected} as in config.json")
+    for layer in layout.moe_layers:
+        if layer not in manifest.expert_layers:
+            raise CheckpointError(
+                f"{path}: expert_layers: got no layer {layer}, expected it as in config.json"
+            )

@@ -1,0 +1,181 @@
+"""The parts of an LLM, put together: its workers, the experts, the host's model, the engine.
+
+Called by :mod:`duckllm.llm`, which has checked what the user gave. Workers are started and greeted
+without torch; while they prepare, the host's half is imported, and torch with it, and loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from duckllm.cluster import open_cluster
+from duckllm.config import ClusterConfig, available_cores
+from duckllm.errors import ConfigError
+from duckllm.models.registry import ModelFolder, load_config, load_model
+from duckllm.moe.placement import plan_workers
+from duckllm.transport.transport import Transport
+
+if TYPE_CHECKING:
+    from duckllm.cluster.base import Cluster
+    from duckllm.engine.engine import Engine
+    from duckllm.models.deepseek_v32 import DeepseekV32Config
+    from duckllm.moe.executor import ExpertExecutor
+    from duckllm.weights.host_tensors import HostTensors
+
+# Host weights a token reads, in elements, above which a second torch thread pays for its start.
+_ONE_THREAD_ELEMENTS = 30_000_000
+
+
+@dataclass(frozen=True)
+class ClusterInfo:
+    """What computes the experts.
+
+    Args:
+        num_workers: Workers; 0 when the experts run in this process.
+        weight_format: Format of the experts' weights.
+        isas: Instruction set of each worker, in worker order, or of this process.
+        addresses: Address of each worker, in worker order.
+        pids: Process id of each worker on its node, in worker order.
+    """
+
+    num_workers: int
+    weight_format: str
+    isas: tuple[str, ...]
+    addresses: tuple[str, ...] = ()
+    pids: tuple[int, ...] = ()
+
+
+def begin_workers(stack: ExitStack, model: ModelFolder, config: ClusterConfig) -> Cluster:
+    """Starts or finds the workers and gives each its plan; ``stack`` lets go of them.
+
+    Raises:
+        ConfigError: More workers than stripes, or a malformed address.
+        ClusterError: A worker does not start, cannot be reached or refuses.
+    """
+    # Before the processes start, as it refuses more workers than there are stripes.
+    plans = plan_workers(
+        model.manifest,
+        len(config.addresses) or config.workers,
+        max_step_tokens=config.max_step_tokens,
+        wire_dtype=config.wire_dtype,
+        reply_dtype=config.reply_dtype,
+        num_layers=model.num_layers,
+    )
+    cluster = stack.enter_context(open_cluster(config))
+    cluster.begin(plans)
+    return cluster
+
+
+def build_engine(
+    stack: ExitStack,
+    model: ModelFolder,
+    cluster: Cluster | None,
+    config: ClusterConfig,
+    *,
+    max_model_len: int | None,
+    host_threads: int,
+    eos_token_ids: Collection[int],
+) -> tuple[Engine, ClusterInfo]:
+    """The engine with the host's model, loaded, and what computes the experts.
+
+    Args:
+        stack: Closes the connections to the workers.
+        model: The converted model.
+        cluster: Workers from :func:`begin_workers`; None computes the experts in this process.
+        config: The cluster's configuration.
+        max_model_len: As for :class:`duckllm.LLM`.
+        host_threads: As for :class:`duckllm.LLM`.
+        eos_token_ids: Tokens that end a reply.
+
+    Raises:
+        ConfigError: ``max_model_len`` is more than the model's longest context.
+        ModelError: The model cannot be used, by this process or by a worker.
+        ClusterError: A worker is gone, or takes too long to prepare.
+    """
+    import torch
+
+    from duckllm.engine.engine import Engine
+    from duckllm.weights.host_tensors import HostTensors
+
+    parsed = load_config(model.path)
+    length = _resolve_max_model_len(max_model_len, parsed)
+    tensors = HostTensors(model.path)
+    shares_cores = cluster is not None and not config.addresses
+    torch.set_num_threads(host_threads or _host_threads(tensors, shares_cores))
+    if cluster is None:
+        experts, info = _experts_here(model, config)
+    else:
+        experts, info = _experts_on_workers(stack, model, cluster, config)
+    engine = Engine(
+        load_model(model.path, parsed, tensors, experts, max_tokens=length),
+        max_model_len=length,
+        max_step_tokens=config.max_step_tokens,
+        eos_token_ids=frozenset(eos_token_ids),
+    )
+    return engine, info
+
+
+def _resolve_max_model_len(asked: int | None, config: DeepseekV32Config) -> int:
+    from duckllm.engine.kv_cache import default_max_model_len
+
+    if asked is None:
+        return default_max_model_len(config)
+    if asked > config.max_position_embeddings:
+        raise ConfigError(
+            "max_model_len", asked, f"at most {config.max_position_embeddings}, the model's longest context"
+        )
+    return asked
+
+
+def _host_threads(tensors: HostTensors, shares_cores: bool) -> int:
+    """Threads for the host's layers; workers started here take turns with them on the same cores."""
+    num_elements = sum(
+        math.prod(tensors.shape(name)) for name in tensors.names() if "embed_tokens" not in name
+    )
+    if num_elements < _ONE_THREAD_ELEMENTS:
+        return 1
+    return max(1, available_cores() // 2 if shares_cores else available_cores())
+
+
+def _experts_here(model: ModelFolder, config: ClusterConfig) -> tuple[ExpertExecutor, ClusterInfo]:
+    from duckllm.moe.local import LocalExperts
+
+    experts = LocalExperts(
+        model.manifest,
+        max_step_tokens=config.max_step_tokens,
+        num_threads=config.threads_per_worker or available_cores(),
+    )
+    return experts, ClusterInfo(0, model.manifest.format, (experts.isa,))
+
+
+def _experts_on_workers(
+    stack: ExitStack, model: ModelFolder, cluster: Cluster, config: ClusterConfig
+) -> tuple[ExpertExecutor, ClusterInfo]:
+    from duckllm.moe.dispatch import RemoteExperts
+
+    manifest = model.manifest
+    transport = stack.enter_context(
+        Transport(
+            cluster.wait_ready(),
+            manifest.hidden_size,
+            manifest.num_experts_per_tok,
+            max_step_tokens=config.max_step_tokens,
+            wire_dtype=config.wire_dtype,
+            reply_dtype=config.reply_dtype,
+            step_timeout_s=config.step_timeout_s,
+            spin_us=max(0, config.spin_us),
+        )
+    )
+    workers = cluster.workers
+    info = ClusterInfo(
+        len(workers),
+        manifest.format,
+        tuple(worker.isa for worker in workers),
+        tuple(worker.address for worker in workers),
+        tuple(worker.pid for worker in workers),
+    )
+    return RemoteExperts(transport), info
