@@ -7,12 +7,16 @@ void bind_kernels(nanobind::module_& m);
 void bind_wire(nanobind::module_& m);
 void bind_transport(nanobind::module_& m);
 void bind_worker(nanobind::module_& m);
+void bind_bench(nanobind::module_& m);
 }  // namespace duck
 
 NB_MODULE(_native, m) {
-  m.doc() = "Native parts of duck-llm: expert kernels, wire format, transport and the worker's step loop.";
+  m.doc() =
+      "Native parts of duck-llm: expert kernels, wire format, transport, the worker's step loop, and "
+      "the loops that measure a machine's ceilings.";
   duck::bind_kernels(m);
   duck::bind_wire(m);
   duck::bind_transport(m);
   duck::bind_worker(m);
+  duck::bind_bench(m);
 }

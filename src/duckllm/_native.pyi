@@ -1,5 +1,5 @@
 """
-Native parts of duck-llm: expert kernels, wire format, transport and the worker's step loop.
+Native parts of duck-llm: expert kernels, wire format, transport, the worker's step loop, and the loops that measure a machine's ceilings.
 """
 
 import enum
@@ -325,3 +325,72 @@ class StepServer:
 
     @property
     def isa(self) -> str: ...
+
+class CeilingLoops:
+    """
+    Loops that only read, write, copy or multiply and add, timed on threads of their own: the ceilings
+    that everything else is measured against. csrc/bench/ceilings.h says what is in a time.
+
+    Shapes:
+        data, to, from_: [N] uint8, contiguous, aligned to 64 bytes, N a multiple of granule_bytes
+
+    Units:
+        times in seconds; passes over the same memory, the warm ones before the clock starts
+
+    Raises:
+        ValueError: an unknown variant or ISA, no pass, memory of another length or alignment.
+
+    Threading:
+        Releases the interpreter; one call at a time per object.
+    """
+
+    def __init__(self, num_threads: int, isa: str = "auto") -> None: ...
+    @staticmethod
+    def variants(op: str) -> list[str]:
+        """Names of the variants of ``read``, ``fill`` or ``copy``."""
+
+    @property
+    def num_threads(self) -> int: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def granule_bytes(self) -> int: ...
+    @property
+    def fma_lanes(self) -> int: ...
+    @property
+    def flop_per_step(self) -> int: ...
+    def randomise(self, data: numpy.typing.NDArray[numpy.uint8], seed: int) -> None:
+        """
+        Writes words that depend on their index and the seed; each thread touches its own part first.
+        """
+
+    def read(
+        self, variant: str, data: numpy.typing.NDArray[numpy.uint8], passes: int = 1, warm_passes: int = 0
+    ) -> tuple[float, int]:
+        """Seconds, and the exclusive or of the 64-bit words."""
+
+    def fill(
+        self,
+        variant: str,
+        data: numpy.typing.NDArray[numpy.uint8],
+        value: int,
+        passes: int = 1,
+        warm_passes: int = 0,
+    ) -> float:
+        """Seconds to write ``value`` to every byte."""
+
+    def copy(
+        self,
+        variant: str,
+        to: numpy.typing.NDArray[numpy.uint8],
+        from_: numpy.typing.NDArray[numpy.uint8],
+        passes: int = 1,
+        warm_passes: int = 0,
+    ) -> float:
+        """Seconds to copy; the two must not overlap."""
+
+    def fma(self, steps: int) -> tuple[float, float]:
+        """
+        Seconds for ``steps`` (at most 2^22) of flop_per_step f32 operations each, and the sum of the
+        lanes of a thread: with n = fma_lanes exactly n * (n - 1) / 2 + n * steps.
+        """
