@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,8 @@ def test_a_number_that_no_model_has_is_refused_at_once(
     [
         {"rope_scaling": {"type": "yarn", "factor": "four", "original_max_position_embeddings": 128}},
         {"rope_scaling": {"type": "yarn", "factor": 0, "original_max_position_embeddings": 128}},
+        {"rope_scaling": {"type": "yarn", "factor": -1, "original_max_position_embeddings": 128}},
+        {"rope_scaling": {"type": "yarn", "factor": 1e999, "original_max_position_embeddings": 128}},
         {"rope_scaling": {"type": "yarn"}},
         {"rope_scaling": "yarn"},
         {"rope_scaling": [1]},
@@ -157,6 +161,42 @@ def test_whatever_the_parser_trips_over_is_one_sentence(tmp_path: Path, override
     with pytest.raises((CheckpointError, UnsupportedModelError), match=r"config\.json: ") as caught:
         load(tmp_path, **overrides)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_usable"),
+    [
+        ({"model_type": "goose"}, True),
+        ({"bos_token_id": -1}, True),
+        ({"rope_scaling": {"type": "default", "goose": 1}}, True),
+        ({"vocab_size": -1}, False),
+        ({"rope_scaling": {"type": "yarn", "factor": -1, "original_max_position_embeddings": 128}}, False),
+    ],
+)
+def test_transformers_says_nothing_of_odd_values(
+    tmp_path: Path, overrides: dict[str, Any], is_usable: bool
+) -> None:
+    """What is wrong is said once, by the error; the verbosity is the user's own again afterwards."""
+    said: list[logging.LogRecord] = []
+    heard = logging.Handler()
+    heard.emit = said.append  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    logger.addHandler(heard)
+    before = logger.level
+    try:
+        with contextlib.nullcontext() if is_usable else pytest.raises(CheckpointError):
+            load(tmp_path, **overrides)
+    finally:
+        logger.removeHandler(heard)
+    assert not said
+    assert logger.level == before != logging.CRITICAL
+
+
+def test_a_long_value_is_shown_in_part(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read: .*rope_") as caught:
+        load(tmp_path, rope_scaling="goose" * 1000)
+    assert str(caught.value).endswith("...")
+    assert len(str(caught.value)) < 300 + len(f"{tmp_path}/config.json: cannot be read: ") + 1
 
 
 def test_a_deeply_nested_file_is_an_error_that_names_it(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from duckllm.cli.terminal import keys_unseen
+from duckllm.weights.checkpoint import load_json
 from duckllm.weights.console import ConsoleProgress
 from duckllm.weights.convert import convert as convert_checkpoint
 from duckllm.weights.manifest import Manifest
@@ -51,7 +52,7 @@ def convert(
 def summary(manifest: Manifest, verified: bool, seconds: float) -> dict[str, object]:
     """What was converted, as plain values."""
     error = manifest.source.get("quantisation_error")
-    num_hidden_layers = json.loads((manifest.folder / "config.json").read_text("utf-8"))["num_hidden_layers"]
+    num_hidden_layers = load_json(manifest.folder / "config.json")["num_hidden_layers"]
     return {
         "folder": str(manifest.folder),
         "architecture": manifest.architecture,

@@ -20,6 +20,7 @@ from duckllm.layers.mla import LatentCache, MLAShape, MLAttention
 from duckllm.layers.norm import RMSNorm
 from duckllm.layers.rope import RotaryTable
 from duckllm.moe.router import GroupLimitedRouter
+from duckllm.text.quiet import quiet_transformers
 from duckllm.weights.architectures import check_bounds
 from duckllm.weights.checkpoint import load_json
 
@@ -41,6 +42,7 @@ _UNREADABLE = (
     *(TypeError, ValueError, AttributeError, LookupError, ArithmeticError, MemoryError),
     *(RuntimeError, AssertionError),
 )
+_SHOWN_CHARS = 300
 _ROPE_TYPES = ("default", "yarn")
 # One kind of layer; older transformers (5.17) give it the second name.
 _SPARSE_LAYER_TYPES = ("indexed_attention", "deepseek_sparse_attention")
@@ -82,11 +84,12 @@ class DeepseekV32Config:
         from transformers import DeepseekV32Config as Parser
 
         check_bounds(load_json(Path(folder) / "config.json"))
-        try:
-            parsed = Parser.from_pretrained(folder, local_files_only=True)
-        except (*_UNREADABLE, OSError, StrictDataclassError) as error:
-            raise _unreadable(error, f"{Path(folder) / 'config.json'}") from error
-        return cls.from_parsed(parsed)
+        with quiet_transformers():
+            try:
+                parsed = Parser.from_pretrained(folder, local_files_only=True)
+            except (*_UNREADABLE, OSError, StrictDataclassError) as error:
+                raise _unreadable(error, f"{Path(folder) / 'config.json'}") from error
+            return cls.from_parsed(parsed)
 
     @classmethod
     def from_parsed(cls, parsed: Any) -> DeepseekV32Config:
@@ -158,7 +161,10 @@ class DeepseekV32Config:
 
 
 def _unreadable(error: BaseException, name: str = "config.json") -> CheckpointError:
-    detail = " ".join(str(error).split()) or type(error).__name__
+    """The first of what the parser says, which may repeat itself and shows values of any length."""
+    detail = " ".join(str(error).split()).partition(" Errors: ")[0] or type(error).__name__
+    if len(detail) > _SHOWN_CHARS:
+        detail = detail[: _SHOWN_CHARS - 3] + "..."
     return CheckpointError(f"{name}: cannot be read: {detail}")
 
 
@@ -179,6 +185,9 @@ def _check_supported(parsed: Any) -> None:
     if parsed.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         got = parsed.rope_parameters["partial_rotary_factor"]
         raise UnsupportedModelError(f"config.json: partial_rotary_factor: got {got!r}, expected 1.0")
+    factor = parsed.rope_parameters.get("factor", 1.0)
+    if not (isinstance(factor, (int, float)) and 1 <= factor < math.inf):
+        raise CheckpointError(f"config.json: rope_scaling factor: got {factor!r}, expected a number from 1")
     if parsed.num_key_value_heads != parsed.num_attention_heads:
         raise UnsupportedModelError(
             f"config.json: num_key_value_heads: got {parsed.num_key_value_heads}, "

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from duckllm.errors import CheckpointError, ModelNotFoundError, RequestError
 from duckllm.text.control_text import control_texts, free_mark, put_marks, spelled_in, texts_of
+from duckllm.text.quiet import quiet_transformers
 
 ROLES = ("system", "user", "assistant")
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
@@ -254,7 +253,7 @@ def _check_unicode(text: str, field: str) -> None:
 
 
 def _load(folder: Path) -> Any:
-    with _quiet_transformers():
+    with quiet_transformers():
         from transformers import AutoTokenizer
 
         try:
@@ -265,23 +264,6 @@ def _load(folder: Path) -> Any:
         1e30
     )  # the context is the engine's to check, with an error and not a warning
     return inner
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Lets transformers print nothing while it loads, and puts its verbosity back afterwards."""
-    from transformers.utils import logging as untyped
-
-    logging: Any = untyped
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def _reason(error: BaseException) -> str:
