@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from duckllm.cluster import open_cluster
 from duckllm.config import ClusterConfig, available_cores
-from duckllm.errors import ConfigError
 from duckllm.models.registry import ModelFolder, load_config, load_model
 from duckllm.moe.placement import plan_workers
 from duckllm.transport.transport import Transport
@@ -22,7 +21,6 @@ from duckllm.transport.transport import Transport
 if TYPE_CHECKING:
     from duckllm.cluster.base import Cluster
     from duckllm.engine.engine import Engine
-    from duckllm.models.deepseek_v32 import DeepseekV32Config
     from duckllm.moe.executor import ExpertExecutor
     from duckllm.weights.host_tensors import HostTensors
 
@@ -92,17 +90,18 @@ def build_engine(
         eos_token_ids: Tokens that end a reply.
 
     Raises:
-        ConfigError: ``max_model_len`` is more than the model's longest context.
+        ConfigError: ``max_model_len`` is more than the model's longest context, or than memory holds.
         ModelError: The model cannot be used, by this process or by a worker.
         ClusterError: A worker is gone, or takes too long to prepare.
     """
     import torch
 
     from duckllm.engine.engine import Engine
+    from duckllm.engine.kv_cache import resolve_max_model_len
     from duckllm.weights.host_tensors import HostTensors
 
     parsed = load_config(model.path)
-    length = _resolve_max_model_len(max_model_len, parsed)
+    length = resolve_max_model_len(max_model_len, parsed)
     tensors = HostTensors(model.path)
     shares_cores = cluster is not None and not config.addresses
     torch.set_num_threads(host_threads or _host_threads(tensors, shares_cores))
@@ -117,18 +116,6 @@ def build_engine(
         eos_token_ids=frozenset(eos_token_ids),
     )
     return engine, info
-
-
-def _resolve_max_model_len(asked: int | None, config: DeepseekV32Config) -> int:
-    from duckllm.engine.kv_cache import default_max_model_len
-
-    if asked is None:
-        return default_max_model_len(config)
-    if asked > config.max_position_embeddings:
-        raise ConfigError(
-            "max_model_len", asked, f"at most {config.max_position_embeddings}, the model's longest context"
-        )
-    return asked
 
 
 def _host_threads(tensors: HostTensors, shares_cores: bool) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from duckllm.assembly import ClusterInfo, begin_workers, build_engine
 from duckllm.config import MAX_THREADS, MAX_WORKERS, ClusterConfig
-from duckllm.errors import ConfigError, RequestError
+from duckllm.errors import CheckpointError, ConfigError, RequestError
 from duckllm.models.registry import open_model
 from duckllm.outputs import CompletionOutput, RequestOutput, StreamOutput
 from duckllm.sampling_params import SamplingParams
@@ -77,7 +77,7 @@ class LLM:
         if max_model_len is not None:
             _check_int("max_model_len", max_model_len, 2)
         opened = open_model(model)
-        self.default_sampling_params = SamplingParams.from_generation_config(_generation_config(opened.path))
+        self.default_sampling_params = _default_sampling_params(opened.path)
         stack = ExitStack()
         # Closes the workers when the object goes, and at the interpreter's exit, if nobody did before.
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), stack)
@@ -298,6 +298,9 @@ def _cluster_config(workers: Any, options: dict[str, Any]) -> ClusterConfig:
     return ClusterConfig(workers=max(1, workers), **options)
 
 
-def _generation_config(folder: Path) -> dict[str, Any]:
+def _default_sampling_params(folder: Path) -> SamplingParams:
     path = folder / "generation_config.json"
-    return load_json(path) if path.is_file() else {}
+    try:
+        return SamplingParams.from_generation_config(load_json(path) if path.is_file() else {})
+    except ConfigError as error:  # not the user's value but the model's
+        raise CheckpointError(f"{path}: {error}") from error

@@ -8,6 +8,9 @@ from typing import Any
 
 from duckllm.errors import ConfigError
 
+# No vocabulary and no context is larger: a number above is a slip of the finger.
+MOST = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -15,11 +18,11 @@ class SamplingParams:
 
     Args:
         temperature: Divides the logits; 0 (and anything below 1e-5) takes the likeliest token; at most 1e6.
-        top_k: Number of likeliest tokens to choose from; 0 or -1 for all.
+        top_k: Number of likeliest tokens to choose from; 0 or -1, or more than there are, for all.
         top_p: Smallest set of likeliest tokens whose probabilities sum to this, in (0, 1].
         min_p: Least probability of a token, as a share of the likeliest token's, in [0, 1].
         seed: Makes a sampled reply repeatable; None for a new one each time.
-        max_tokens: Most tokens of a reply; None until the end or until the context is full.
+        max_tokens: Most tokens of a reply, which a full context ends too; None until the end or until then.
         ignore_eos: Go on after an end token.
 
     Raises:
@@ -36,13 +39,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._require_number("temperature", "a number from 0 to 1000000", lambda v: 0 <= v <= 1_000_000)
-        self._require_int("top_k", "an integer of at least 0, or -1", lambda v: v >= -1)
+        self._require_int("top_k", f"an integer from 0 to {MOST}, or -1", lambda v: -1 <= v <= MOST)
         self._require_number("top_p", "a number above 0, at most 1", lambda v: 0 < v <= 1)
         self._require_number("min_p", "a number from 0 to 1", lambda v: 0 <= v <= 1)
         if self.seed is not None:
             self._require_int("seed", "an integer from 0 to 2**63 - 1, or None", lambda v: 0 <= v < 2**63)
         if self.max_tokens is not None:
-            self._require_int("max_tokens", "an integer of at least 1, or None", lambda v: v >= 1)
+            self._require_int("max_tokens", f"an integer from 1 to {MOST}, or None", lambda v: 1 <= v <= MOST)
         if not isinstance(self.ignore_eos, bool):
             raise ConfigError("ignore_eos", self.ignore_eos, "True or False")
 

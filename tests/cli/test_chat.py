@@ -112,6 +112,8 @@ def test_what_is_not_given_is_the_models_own(duckllm: Any, monkeypatch: pytest.M
         (["--prompt", "x", "--temperature", "-1"], None, "temperature: got -1.0"),
         (["--prompt", "x", "--top-k", "-7"], None, "top_k: got -7"),
         (["--prompt", "x", "--top-p", "0"], None, "top_p: got 0.0"),
+        (["--prompt", "x", "--top-k", str(2**31)], None, "top_k: got 2147483648, expected an integer from 0"),
+        (["--prompt", "x", "--max-tokens", "9" * 40], None, "max_tokens: got 9999"),
         (["--prompt", "x", "--min-p", "2"], None, "min_p: got 2.0"),
         (["--prompt", "x", "--seed", "-1"], None, "seed: got -1"),
         (["--prompt", "x", "--max-tokens", "0"], None, "max_tokens: got 0"),
@@ -130,6 +132,15 @@ def test_a_wrong_value_is_one_sentence_before_anything_is_loaded(
     assert done.err.startswith(f"duckllm: {message}")
     assert done.err.count("\n") == 1
     assert done.out == ""
+    assert done.loaded == []
+
+
+def test_what_is_piped_in_has_a_limit(duckllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verb, "MAX_STDIN_BYTES", 8)
+    assert duckllm("chat", stdin=b"12345678").out.startswith("heard '12345678'")
+    done = duckllm("chat", stdin=b"123456789")
+    assert done.code == 2
+    assert done.err == "duckllm: stdin: got more than 8 bytes, expected a question of at most that\n"
     assert done.loaded == []
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
+from duckllm.engine import kv_cache
 from duckllm.engine.engine import Engine
 from duckllm.errors import ConfigError, PromptTooLongError, RequestError
 from duckllm.models.deepseek_v32 import DeepseekV32ForCausalLM
@@ -211,5 +213,31 @@ def test_request_ids_are_unique(model: DeepseekV32ForCausalLM) -> None:
 
 
 def test_sampling_params_are_checked_where_they_are_made() -> None:
-    with pytest.raises(ConfigError, match="max_tokens: got 0, expected an integer of at least 1, or None"):
-        SamplingParams(max_tokens=0)
+    for max_tokens in (0, 2**31):
+        with pytest.raises(
+            ConfigError, match=f"max_tokens: got {max_tokens}, expected an integer from 1 to 2147"
+        ):
+            SamplingParams(max_tokens=max_tokens)
+    assert SamplingParams(max_tokens=2**31 - 1, top_k=2**31 - 1).top_k == 2**31 - 1
+
+
+def test_a_context_must_fit_the_model_and_the_memory(
+    model: DeepseekV32ForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = model.config
+    token_bytes, longest = config.cache_elements_per_token * 4, config.max_position_embeddings
+    monkeypatch.setattr(kv_cache, "total_memory_bytes", lambda: 40 * token_bytes + 1)
+    assert kv_cache.resolve_max_model_len(None, config) == longest
+    assert kv_cache.resolve_max_model_len(40, config) == 40
+    with pytest.raises(
+        ConfigError, match=r"max_model_len: got 41, expected at most 40, what the .* memory hold"
+    ):
+        kv_cache.resolve_max_model_len(41, config)
+    with pytest.raises(ConfigError, match=f"expected at most {longest}, the model's longest context"):
+        kv_cache.resolve_max_model_len(longest + 1, config)
+    monkeypatch.setattr(kv_cache, "DEFAULT_BUDGET_BYTES", 7 * token_bytes)
+    assert kv_cache.resolve_max_model_len(None, config) == 7
+
+
+def test_this_machine_has_some_memory() -> None:
+    assert 1 << 24 < kv_cache.total_memory_bytes() == psutil.virtual_memory().total

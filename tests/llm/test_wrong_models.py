@@ -62,3 +62,17 @@ def test_a_size_that_config_json_contradicts(model: Path) -> None:
     edit(model, lambda value: value.update(num_experts_per_tok=1))
     with pytest.raises(CheckpointError, match=r"num_experts_per_tok: got 1, expected \d+ as in config\.json"):
         LLM(model, workers=0)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "message"),
+    [
+        ({"do_sample": True, "top_k": "many"}, "top_k: got 'many', expected an integer from 0"),
+        ({"do_sample": True, "temperature": -1}, "temperature: got -1, expected a number from 0"),
+        ([], "got a JSON list, expected an object"),
+    ],
+)
+def test_defaults_of_the_model_that_cannot_be(model: Path, defaults: object, message: str) -> None:
+    (model / "generation_config.json").write_text(json.dumps(defaults))
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {message}"):
+        LLM(model, workers=0)

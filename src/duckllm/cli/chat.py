@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from duckllm import LLM
     from duckllm.outputs import StreamOutput
 
+# Far above the longest context of any model, at four bytes a token.
+MAX_STDIN_BYTES = 16 << 20
 DEMO_TITLE = (
     "demo model: a small dictionary. Try: What is a swan?  Is 1001 prime?  What was my first question?"
 )
@@ -151,7 +153,7 @@ def _question(prompt: str | None, as_json: bool) -> str | None:
         text = prompt
     else:
         try:
-            text = sys.stdin.buffer.read().decode() if sys.stdin is not None else ""
+            text = _read_stdin().decode()
         except UnicodeDecodeError as error:
             raise ConfigError(
                 "stdin", InWords(f"byte {error.object[error.start]:#04x}"), "UTF-8 text"
@@ -160,6 +162,16 @@ def _question(prompt: str | None, as_json: bool) -> str | None:
     if not text:
         raise ConfigError("prompt", InWords("an empty text"), "a question")
     return text
+
+
+def _read_stdin() -> bytes:
+    """What is piped in, up to a limit: an endless pipe must not fill the memory."""
+    data = sys.stdin.buffer.read(MAX_STDIN_BYTES + 1) if sys.stdin is not None else b""
+    if len(data) > MAX_STDIN_BYTES:
+        raise ConfigError(
+            "stdin", InWords(f"more than {MAX_STDIN_BYTES} bytes"), "a question of at most that"
+        )
+    return data
 
 
 def _cluster_options(

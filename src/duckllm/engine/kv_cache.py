@@ -5,16 +5,41 @@ Called by the engine. The layout inside belongs to the attention layers; here is
 
 from __future__ import annotations
 
+import os
+
 from duckllm.engine.request import Request
+from duckllm.errors import ConfigError
 from duckllm.models.deepseek_v32 import DeepseekV32Config, DeepseekV32ForCausalLM
 
 DEFAULT_BUDGET_BYTES = 2 << 30
 
 
-def default_max_model_len(config: DeepseekV32Config, element_bytes: int = 4) -> int:
-    """The model's longest context, or what 2 GiB of KV cache hold if that is less."""
-    tokens = DEFAULT_BUDGET_BYTES // (config.cache_elements_per_token * element_bytes)
-    return max(2, min(config.max_position_embeddings, tokens))
+def resolve_max_model_len(asked: int | None, config: DeepseekV32Config, element_bytes: int = 4) -> int:
+    """``asked`` once it is known to be possible; for None the longest, or what 2 GiB of KV cache hold.
+
+    Raises:
+        ConfigError: More than the model's longest context, or than this machine's memory holds.
+    """
+    token_bytes = config.cache_elements_per_token * element_bytes
+    longest = config.max_position_embeddings
+    if asked is None:
+        return max(2, min(longest, DEFAULT_BUDGET_BYTES // token_bytes))
+    if asked > longest:
+        raise ConfigError("max_model_len", asked, f"at most {longest}, the model's longest context")
+    memory_bytes = total_memory_bytes()
+    if asked * token_bytes > memory_bytes:
+        raise ConfigError(
+            "max_model_len",
+            asked,
+            f"at most {memory_bytes // token_bytes}, what the {memory_bytes} bytes of this machine's memory "
+            f"hold at {token_bytes} bytes a token",
+        )
+    return asked
+
+
+def total_memory_bytes() -> int:
+    """Bytes of memory that this machine has in all."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class KvCache:
