@@ -134,7 +134,9 @@ class FolderLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._path.unlink(missing_ok=True)
+        # Where somebody removed our file, what lies there is another holder's, whose lock it would break.
+        if self._still_there(self._descriptor):
+            self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
     def _acquire(self, descriptor: int) -> None:
