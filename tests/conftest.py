@@ -9,7 +9,9 @@ import pytest
 
 import duckllm.demo
 from duckllm.cluster.token import TOKEN_VARIABLE
+from duckllm.weights.manifest import Manifest
 from duckllm.weights.resolve import CACHE_VARIABLE, resolve_model
+from worker_harness import WorkerProcess, make_model, running_worker
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,3 +40,16 @@ def demo_checkpoint() -> Path:
 def demo_folder(model_cache: Path) -> Path:
     """The demo model, converted; not to be changed."""
     return resolve_model(None)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    """A tiny model of random experts, for tests around workers that leave it as it was."""
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    """A worker without a model of its own, for tests that leave it as it was."""
+    with running_worker(tmp_path_factory.mktemp("worker")) as process:
+        yield process

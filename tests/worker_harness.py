@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -334,3 +335,25 @@ def read_error(connection: socket.socket) -> tuple[int, str] | None:
 def raw_socket(address: Address, timeout_s: float = 20.0) -> socket.socket:
     """A connected socket without any protocol."""
     return socket.create_connection((address.name, address.port), timeout_s)
+
+
+@contextmanager
+def fake_worker(*answers: bytes) -> Iterator[Address]:
+    """An address where each answer is sent after one frame of the host's, until its end."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.settimeout(20)
+                for answer in answers:
+                    read_frame(connection)
+                    connection.sendall(answer)
+                while read_frame(connection) is not None:
+                    pass
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield Address(*server.getsockname())
+        thread.join(20)
+        assert not thread.is_alive()

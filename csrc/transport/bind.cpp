@@ -3,6 +3,8 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/vector.h>
 
+#include <string_view>
+
 #include "transport/transport.h"
 
 namespace nb = nanobind;
@@ -74,7 +76,11 @@ void bind_transport(nb::module_& m) {
       std::rethrow_exception(pointer);
     } catch (const TransportError& error) {
       nb::object layer = error.layer() ? nb::cast(*error.layer()) : nb::none();
-      PyErr_SetObject(transport_error_type, nb::make_tuple(error.worker(), layer, error.what()).ptr());
+      // The reason may quote a worker, which may send any bytes.
+      const std::string_view text = error.what();
+      const auto reason =
+          nb::steal(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+      PyErr_SetObject(transport_error_type, nb::make_tuple(error.worker(), layer, reason).ptr());
     }
   });
 

@@ -8,28 +8,18 @@
 #include <cerrno>
 #include <cstring>
 
+#include "transport/link.h"
+
 namespace duck {
 namespace {
 
 using wire::Clock;
 using wire::Deadline;
-using wire::FrameHeader;
 using wire::FrameType;
 using wire::IoResult;
 using wire::IoState;
 using wire::kFrameHeaderBytes;
-using wire::kStepHeaderBytes;
-using wire::StepReplyHeader;
 using wire::StepRequestHeader;
-using wire::WireError;
-
-constexpr size_t kHeadBytes = kFrameHeaderBytes + kStepHeaderBytes;
-constexpr size_t kMaxHeadBytes = kFrameHeaderBytes + wire::kErrorCodeBytes + wire::kMaxErrorTextBytes;
-constexpr size_t kDropChunkBytes = 64 * 1024;
-
-std::string expected_got(const std::string& field, uint64_t got, uint64_t expected) {
-  return field + ": got " + std::to_string(got) + ", expected " + std::to_string(expected);
-}
 
 void check_range(const char* field, uint64_t got, uint64_t most) {
   if (got >= 1 && got <= most) return;
@@ -38,41 +28,6 @@ void check_range(const char* field, uint64_t got, uint64_t most) {
 }
 
 }  // namespace
-
-struct Transport::Step {
-  uint64_t sequence = 0;
-  uint32_t layer = 0;
-  uint16_t lane = 0;
-  uint32_t num_tokens = 0;
-  size_t missing = 0;
-  std::vector<std::vector<float>> partial_sums;  // one a worker, [T, H]
-  std::vector<uint8_t> arrived;                  // one a worker
-  std::vector<uint32_t> compute_us;              // one a worker
-};
-
-struct Transport::Link {
-  int fd = -1;
-  size_t sent_bytes = 0;  // of the request being sent
-  // The frame being received: its head (or a whole ERROR frame), then its body.
-  uint8_t head[kMaxHeadBytes] = {};
-  size_t head_bytes = 0;
-  size_t head_wanted_bytes = kHeadBytes;
-  StepReplyHeader reply;
-  uint64_t sequence = 0;
-  bool in_body = false;
-  Step* step = nullptr;  // whom the body is for; nullptr: nobody waits for it, drop it
-  uint8_t* body = nullptr;
-  size_t body_bytes = 0;
-  size_t body_got_bytes = 0;
-  std::vector<uint8_t> scratch;  // a bf16 body, or one to drop
-
-  void next_frame() {
-    head_bytes = 0;
-    head_wanted_bytes = kHeadBytes;
-    in_body = false;
-    step = nullptr;
-  }
-};
 
 Transport::Transport(std::vector<int> sockets, const TransportConfig& config) : config_(config) {
   for (const int fd : sockets) {
@@ -121,18 +76,18 @@ uint64_t Transport::submit(uint32_t layer, uint16_t lane, uint32_t num_tokens, u
   const size_t list_bytes = size_t{num_tokens} * top_k * 4;
   const size_t values = size_t{num_tokens} * config_.hidden_size;
   const bool is_bf16 = config_.x_type == ActivationType::kBf16;
-  const size_t encoded_bytes = kHeadBytes + 2 * list_bytes + (is_bf16 ? 2 * values : 0);
+  const size_t encoded_bytes = kStepHeadBytes + 2 * list_bytes + (is_bf16 ? 2 * values : 0);
   if (request_.size() < encoded_bytes) request_.resize(encoded_bytes);
 
   uint8_t* out = request_.data();
   wire::encode_frame_header({FrameType::kStepRequest, static_cast<uint32_t>(payload_bytes), step.sequence},
                             out);
   wire::encode_step_request_header(header, out + kFrameHeaderBytes);
-  std::memcpy(out + kHeadBytes, topk_ids, list_bytes);
-  std::memcpy(out + kHeadBytes + list_bytes, topk_weights, list_bytes);
+  std::memcpy(out + kStepHeadBytes, topk_ids, list_bytes);
+  std::memcpy(out + kStepHeadBytes + list_bytes, topk_weights, list_bytes);
   wire::TwoParts message{out, encoded_bytes, nullptr, 0};
   if (is_bf16) {
-    wire::encode_bf16(x, values, out + kHeadBytes + 2 * list_bytes);
+    wire::encode_bf16(x, values, out + kStepHeadBytes + 2 * list_bytes);
   } else {
     message.second = reinterpret_cast<const uint8_t*>(x);  // f32 leaves from where it lies
     message.second_bytes = 4 * values;
@@ -220,116 +175,6 @@ bool Transport::wait(uint64_t ticket, float* sum, const std::function<bool()>& i
   last_compute_us_ = step->compute_us;
   forget(ticket);
   return true;
-}
-
-// Takes what has come from a worker, without waiting: all of it, or as far as its reply to `until`, so that a
-// worker that answers and then leaves has answered.
-void Transport::receive_from(size_t worker, uint32_t layer, const Step* until) {
-  Link& link = *links_[worker];
-  for (;;) {
-    uint8_t* out = link.head + link.head_bytes;
-    size_t bytes = link.head_wanted_bytes - link.head_bytes;
-    if (link.in_body) {
-      const size_t left = link.body_bytes - link.body_got_bytes;
-      out = link.step != nullptr ? link.body + link.body_got_bytes : link.scratch.data();
-      bytes = link.step != nullptr ? left : std::min(left, kDropChunkBytes);
-    }
-    const IoResult result = wire::receive_some(link.fd, out, bytes);
-    if (result.state == IoState::kWouldWait) return;
-    if (result.state == IoState::kEnded) fail(worker, layer, "it closed the connection");
-    if (result.state == IoState::kFailed) {
-      fail(worker, layer, "the connection failed: " + wire::error_text(result.error));
-    }
-    (link.in_body ? link.body_got_bytes : link.head_bytes) += result.bytes;
-    std::string reason;
-    try {
-      while (advance(worker)) {
-      }
-    } catch (const WireError& error) {
-      reason = std::string("it sent a malformed frame: ") + error.what();
-    } catch (const std::runtime_error& error) {
-      reason = error.what();
-    }
-    if (!reason.empty()) fail(worker, layer, reason);
-    if (until != nullptr && until->arrived[worker]) return;
-  }
-}
-
-// Moves the link's reception on as far as its bytes allow; true when it may move further at once.
-bool Transport::advance(size_t worker) {
-  Link& link = *links_[worker];
-  if (link.in_body) {
-    if (link.body_got_bytes < link.body_bytes) return false;
-    finish_body(link, worker);
-    return false;
-  }
-  if (link.head_bytes < kFrameHeaderBytes) return false;
-  const FrameHeader frame = wire::decode_frame_header(link.head);
-  if (frame.type == FrameType::kError) {
-    link.head_wanted_bytes = kFrameHeaderBytes + frame.payload_bytes;
-    if (link.head_bytes < link.head_wanted_bytes) return false;
-    const wire::ErrorPayload error =
-        wire::decode_error_payload(link.head + kFrameHeaderBytes, frame.payload_bytes);
-    throw std::runtime_error("it ended the session: " + error.text);
-  }
-  if (frame.type != FrameType::kStepReply) {
-    throw WireError(
-        wire::ErrorCode::kProtocol,
-        std::string("frame type: got ") + wire::frame_type_name(frame.type) + ", expected STEP_REPLY");
-  }
-  if (link.head_bytes < kHeadBytes) return false;
-  link.reply = wire::decode_step_reply_header(link.head + kFrameHeaderBytes);
-  link.sequence = frame.sequence;
-  link.body_bytes = frame.payload_bytes - kStepHeaderBytes;
-  begin_body(worker);
-  return true;
-}
-
-// Decides where the body of a reply goes, and checks that it is the reply to what was asked.
-void Transport::begin_body(size_t worker) {
-  Link& link = *links_[worker];
-  const auto check = [](const char* field, uint64_t got, uint64_t expected) {
-    if (got != expected) throw WireError(wire::ErrorCode::kProtocol, expected_got(field, got, expected));
-  };
-  if (link.sequence > last_sequence_) {
-    throw WireError(wire::ErrorCode::kProtocol, "reply sequence: got " + std::to_string(link.sequence) +
-                                                    ", expected at most " + std::to_string(last_sequence_));
-  }
-  Step* step = find(link.sequence);
-  if (step != nullptr && step->arrived[worker]) step = nullptr;  // a duplicate
-  link.in_body = true;
-  link.step = step;
-  link.body_got_bytes = 0;
-  if (step == nullptr) {
-    link.scratch.resize(std::max(link.scratch.size(), kDropChunkBytes));
-    return;
-  }
-  check("reply layer", link.reply.layer, step->layer);
-  check("reply lane", link.reply.lane, step->lane);
-  check("reply tokens", link.reply.num_tokens, step->num_tokens);
-  check("reply dtype", static_cast<uint64_t>(link.reply.reply_type),
-        static_cast<uint64_t>(config_.reply_type));
-  check("STEP_REPLY payload bytes", kStepHeaderBytes + link.body_bytes,
-        wire::step_reply_bytes(link.reply, config_.hidden_size));
-  if (config_.reply_type == ActivationType::kBf16) {
-    link.scratch.resize(std::max(link.scratch.size(), link.body_bytes));
-    link.body = link.scratch.data();
-  } else {
-    link.body = reinterpret_cast<uint8_t*>(step->partial_sums[worker].data());
-  }
-}
-
-void Transport::finish_body(Link& link, size_t worker) {
-  if (Step* step = link.step) {
-    if (config_.reply_type == ActivationType::kBf16) {
-      const size_t values = size_t{step->num_tokens} * config_.hidden_size;
-      wire::decode_bf16(link.scratch.data(), values, step->partial_sums[worker].data());
-    }
-    step->arrived[worker] = 1;
-    step->compute_us[worker] = link.reply.compute_us;
-    --step->missing;
-  }
-  link.next_frame();
 }
 
 Transport::Step& Transport::new_step(uint32_t layer, uint16_t lane, uint32_t num_tokens) {

@@ -24,6 +24,8 @@ prints it without a traceback and exits with ``exit_code``.
 
 from __future__ import annotations
 
+import os
+
 
 class DuckError(Exception):
     """Base of every error that a user's input or surroundings can cause."""
@@ -39,6 +41,9 @@ class InWords(str):
     def __repr__(self) -> str:
         return str(self)
 
+
+# Most characters of somebody else's message that ours quotes.
+_QUOTED = 200
 
 # Most characters of a value that a message shows.
 _SHOWN = 80
@@ -140,3 +145,17 @@ class WorkerLostError(ClusterError):
         self.address, self.reason, self.layer = address, reason, layer
         during = "" if layer is None else f" at layer {layer}"
         super().__init__(f"worker {address} is lost{during}: {reason}")
+
+
+def describe_error(error: Exception) -> tuple[str, int]:
+    """One sentence for an error that ends a program, ours or not, and the program's exit code."""
+    if isinstance(error, DuckError):
+        return str(error), error.exit_code
+    kind, line = type(error).__name__, str(error).strip().partition("\n")[0][:_QUOTED]
+    if isinstance(error, OSError):
+        name = "" if error.filename is None else f"{os.fsdecode(error.filename)[:_QUOTED]}: "
+        return name + (error.strerror or line or kind), 1
+    if isinstance(error, MemoryError):
+        return "out of memory", 1
+    what = f"{kind}: {line}" if line else kind
+    return f"internal error: {what} (set DUCKLLM_DEBUG=1 for the traceback, and please report it)", 70

@@ -36,11 +36,6 @@ from worker_harness import (
 )
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
 def check_gone(pids: tuple[int, ...]) -> None:
     """No such process is left, waiting a while for it."""
     deadline = time.monotonic() + 20

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from duckllm.cluster import connect as connect_module
 from duckllm.cluster.address import Address
 from duckllm.cluster.auth import prove
 from duckllm.cluster.connect import Connection
-from duckllm.cluster.token import read_token
+from duckllm.cluster.token import MAX_TOKEN_BYTES, read_token
 from duckllm.errors import (
     AuthenticationError,
     ConfigError,
@@ -29,6 +27,7 @@ from worker_harness import (
     WorkerProcess,
     check_serves,
     connect,
+    fake_worker,
     frame,
     plan_for,
     raw_socket,
@@ -119,28 +118,6 @@ def test_nothing_is_parsed_before_authentication(guarded: WorkerProcess) -> None
             ErrorCode.PROTOCOL.value,
             f"frame type from the host: got {kind.name}, expected AUTH_OPEN",
         )
-
-
-@contextmanager
-def fake_worker(*answers: bytes) -> Iterator[Address]:
-    """Sends each answer after one frame of the host's, then waits for its end."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.settimeout(20)
-                for answer in answers:
-                    read_frame(connection)
-                    connection.sendall(answer)
-                while read_frame(connection) is not None:
-                    pass
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        yield Address(*server.getsockname())
-        thread.join(20)
-        assert not thread.is_alive()
 
 
 def test_an_impostor_without_the_token_is_found_out() -> None:
@@ -242,3 +219,15 @@ def test_where_the_token_comes_from(
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"\(not UTF-8\)"):
         read_token(file)
+
+
+def test_a_token_file_is_read_no_further_than_a_token_goes(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.touch(0o600)
+    file.write_text("x" * MAX_TOKEN_BYTES)
+    assert read_token(file) == "x" * MAX_TOKEN_BYTES
+    for endless in (file, Path("/dev/zero")):
+        file.write_text("x" * MAX_TOKEN_BYTES + "\n")
+        with pytest.raises(ConfigError) as caught:
+            read_token(endless)
+        assert str(caught.value) == f"token_file: got '{endless}', expected a file of at most 4096 bytes"

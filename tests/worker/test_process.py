@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
 import os
@@ -10,16 +11,21 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import duckllm.worker.__main__
+from duckllm._native import ErrorCode
 from duckllm.cli.worker import worker as worker_command
 from duckllm.cluster.address import parse_address
-from duckllm.errors import ProtocolError
-from duckllm.worker.__main__ import make_parser
+from duckllm.errors import ConfigError, ProtocolError
+from duckllm.worker.__main__ import main, make_parser
 from duckllm.worker.config import WorkerConfig
+from duckllm.worker.server import MAX_CONNECTIONS, WorkerServer
 from duckllm.worker.session import Sessions
 from worker_harness import (
     WorkerProcess,
@@ -81,6 +87,96 @@ def test_a_refusal_is_one_sentence(flags: list[str], variables: dict[str, str], 
     assert status in (1, 2)
     assert errors.startswith(sentence)
     assert errors.count("\n") == 1
+
+
+def test_a_wrong_flag_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+    for flags, sentence in (
+        (["--threads", "many\x1b"], "error: argument --threads: invalid int value: 'many\\x1b'\n"),
+        (["--no-such-flag\n"], "error: unrecognized arguments: --no-such-flag?\n"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(flags)
+        assert caught.value.code == 2
+        assert capfd.readouterr().err == sentence
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "sentence"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), 1, "error: Too many open files\n"),
+        (PermissionError(errno.EACCES, "Permission denied", "/m"), 1, "error: /m: Permission denied\n"),
+        (MemoryError(), 1, "error: out of memory\n"),
+        (
+            RuntimeError("can't start new thread\nsecond line"),
+            70,
+            "error: internal error: RuntimeError: can't start new thread "
+            "(set DUCKLLM_DEBUG=1 for the traceback, and please report it)\n",
+        ),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_whatever_goes_wrong_is_one_sentence(
+    error: BaseException,
+    status: int,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(duckllm.worker.__main__, "run_worker", fail)
+    assert main([]) == status
+    assert capfd.readouterr().err == sentence
+    monkeypatch.setenv("DUCKLLM_DEBUG", "1")
+    assert main([]) == status
+    assert ("Traceback" in capfd.readouterr().err) == (sentence != "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"token": "quack\udcff"}, "token: got text that UTF-8 cannot hold, expected valid text"),
+        ({"token": b"quack"}, "token: got bytes, expected text, or None"),
+        ({"listen": None}, "listen: got None, expected an address, name:port"),
+        ({"model": "/m"}, "model: got '/m', expected a path, or None"),
+        ({"threads": 2.0}, "threads: got 2.0, expected 0 (every core) to 1024"),
+        ({"threads": 1025}, "threads: got 1025, expected 0 (every core) to 1024"),
+        ({"spin_us": True}, "spin_us: got True, expected -1 (decide by the cores) to 1000000"),
+        ({"send_timeout_s": "1"}, "send_timeout_s: got '1', expected 0.001 to 1000000"),
+    ],
+)
+def test_a_wrong_field_of_the_configuration(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        WorkerConfig(**fields)
+    assert str(caught.value) == sentence
+
+
+def test_a_connection_that_can_have_no_thread_is_refused_and_the_next_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    lines: list[str] = []
+    server = WorkerServer(WorkerConfig(listen="127.0.0.1:0", threads=1), lines.append)
+    serving = threading.Thread(target=server.serve)
+    serving.start()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr("duckllm.worker.server.threading.Thread", Refusing)
+            for _ in range(MAX_CONNECTIONS + 1):  # a refused one takes no room
+                with raw_socket(server.address) as raw:
+                    text = "busy: this worker can start no further thread"
+                    assert read_error(raw) == (ErrorCode.BUSY.value, text)
+        manifest = make_model(tmp_path / "model")
+        connect(server.address, plan_for(manifest)[0]).close()
+    finally:
+        server.stop()
+        serving.join(20)
+    assert not serving.is_alive()
+    assert sum("can start no further thread" in line for line in lines) == MAX_CONNECTIONS + 1
 
 
 def test_a_taken_port(tmp_path: Path) -> None:

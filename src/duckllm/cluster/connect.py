@@ -23,6 +23,7 @@ from duckllm.cluster.plan import WorkerPlan
 from duckllm.errors import AuthenticationError, ProtocolError, WorkerUnavailableError
 
 T = TypeVar("T")
+_MAX_FACT_CHARACTERS = 100  # of what a worker says of itself, which is shown to the user
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Connection:
         ready = self._guarded(
             lambda deadline: self._channel.receive_json(FrameType.READY, deadline=deadline), timeout_s
         )
-        self.verified_stripes = _field(ready, "verified_stripes", int, self._channel.peer)
+        self.verified_stripes = _count(ready, "verified_stripes", self._channel.peer)
         self.info = replace(self.info, first_stripe=self.plan.first_stripe, num_stripes=self.plan.num_stripes)
 
     def detach_socket(self) -> int:
@@ -129,11 +130,11 @@ class Connection:
         peer = self._channel.peer
         return WorkerInfo(
             address=str(self.address),
-            isa=_field(answer, "isa", str, peer),
-            build=_field(answer, "build", str, peer),
-            threads=_field(answer, "threads", int, peer),
-            pid=_field(answer, "pid", int, peer),
-            memory_bytes=_field(answer, "memory_bytes", int, peer),
+            isa=_text(answer, "isa", peer),
+            build=_text(answer, "build", peer),
+            threads=_count(answer, "threads", peer),
+            pid=_count(answer, "pid", peer),
+            memory_bytes=_count(answer, "memory_bytes", peer),
         )
 
     def _guarded(self, action: Callable[[float], T], timeout_s: float) -> T:
@@ -165,8 +166,21 @@ def _open_socket(address: Address, timeout_s: float) -> socket.socket:
         raise WorkerUnavailableError(f"worker {address} is not available: {reason}") from error
 
 
-def _field(answer: dict[str, Any], name: str, kind: type[T], peer: str) -> T:
+def _text(answer: dict[str, Any], name: str, peer: str) -> str:
     value = answer.get(name)
-    if type(value) is not kind:
-        raise ProtocolError(f"{name} from {peer}: got {value!r}, expected {kind.__name__}")
+    if not isinstance(value, str) or len(value) > _MAX_FACT_CHARACTERS or not value.isprintable():
+        expected = f"a printable text of at most {_MAX_FACT_CHARACTERS} characters"
+        raise ProtocolError(f"{name} from {peer}: got {_shown(value)}, expected {expected}")
     return value
+
+
+def _count(answer: dict[str, Any], name: str, peer: str) -> int:
+    value = answer.get(name)
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ProtocolError(f"{name} from {peer}: got {_shown(value)}, expected a whole number from 0")
+    return value
+
+
+def _shown(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 100 else text[:97] + "..."

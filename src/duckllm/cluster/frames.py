@@ -179,5 +179,5 @@ class ControlChannel:
 
     def _reported_error(self, payload: bytes) -> DuckError:
         code, text = _native.decode_error_payload(payload)
-        sentence = text.decode("utf-8", errors="replace")
+        sentence = safe_text(text.decode("utf-8", errors="replace"))
         return _ERROR_OF_CODE.get(code, ClusterError)(f"{self.peer}: {sentence}")

@@ -22,6 +22,7 @@ from typing import IO
 
 from duckllm.cluster.address import Address, parse_address
 from duckllm.cluster.base import Cluster
+from duckllm.cluster.frames import safe_text
 from duckllm.cluster.token import TOKEN_VARIABLE
 from duckllm.config import ClusterConfig, available_cores
 from duckllm.errors import ConfigError, WorkerUnavailableError
@@ -43,7 +44,8 @@ class _Child:
         self.stderr.seek(0, os.SEEK_END)
         self.stderr.seek(max(0, self.stderr.tell() - 4096))
         lines = self.stderr.read().decode("utf-8", errors="replace").strip().splitlines()
-        return " / ".join(line.strip() for line in lines[-5:]) or "it wrote nothing to its standard error"
+        words = " / ".join(line.strip() for line in lines[-5:])
+        return safe_text(words) or "it wrote nothing to its standard error"
 
 
 class LocalCluster(Cluster):

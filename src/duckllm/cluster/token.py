@@ -14,6 +14,7 @@ from duckllm.config import is_utf8
 from duckllm.errors import ConfigError, InWords
 
 TOKEN_VARIABLE = "DUCKLLM_CLUSTER_TOKEN"
+MAX_TOKEN_BYTES = 4096
 
 
 def read_token(token_file: str | Path | None = None) -> str | None:
@@ -22,7 +23,8 @@ def read_token(token_file: str | Path | None = None) -> str | None:
     A file that its group or others can read is used too, after a sentence of warning on stderr.
 
     Raises:
-        ConfigError: The file cannot be read, or holds nothing; or the token is not UTF-8.
+        ConfigError: The file cannot be read, or holds nothing or more than 4096 bytes; or the token is not
+            UTF-8.
     """
     if token_file is None:
         given = os.environ.get(TOKEN_VARIABLE) or None
@@ -31,11 +33,15 @@ def read_token(token_file: str | Path | None = None) -> str | None:
         return given
     try:
         path = Path(token_file)
-        token = path.read_text(encoding="utf-8").strip()
-        is_open = bool(path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH))
+        with path.open("rb") as file:  # a device, or the wrong file, may never end
+            content = file.read(MAX_TOKEN_BYTES + 1)
+            is_open = bool(os.fstat(file.fileno()).st_mode & (stat.S_IRGRP | stat.S_IROTH))
+        token = content.decode("utf-8").strip() if len(content) <= MAX_TOKEN_BYTES else ""
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError("token_file", str(token_file), f"a readable file ({reason})") from error
+    if len(content) > MAX_TOKEN_BYTES:
+        raise ConfigError("token_file", str(token_file), f"a file of at most {MAX_TOKEN_BYTES} bytes")
     if not token:
         raise ConfigError("token_file", str(token_file), "a file that holds the token (this one is empty)")
     if is_open:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from duckllm import _native
 from duckllm.cluster.connect import Connection
+from duckllm.cluster.frames import safe_text
 from duckllm.errors import ClusterError, WorkerLostError
 
 
@@ -135,4 +136,4 @@ class Transport:
             if self._closed:
                 raise ClusterError("transport: got a step after close(), expected an open one") from error
             worker, layer, reason = error.args
-            raise WorkerLostError(self.addresses[worker], reason, layer) from error
+            raise WorkerLostError(self.addresses[worker], safe_text(reason), layer) from error

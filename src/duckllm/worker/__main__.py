@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
+from duckllm.cluster.frames import safe_text
 from duckllm.cluster.token import read_token
-from duckllm.errors import DuckError
+from duckllm.errors import describe_error
 from duckllm.worker.config import WorkerConfig
-from duckllm.worker.server import run_worker
+from duckllm.worker.server import run_worker, write_line
 
 _DEFAULTS = WorkerConfig()
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence; ``--help`` shows the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        write_line(sys.stderr, f"error: {safe_text(message)}")
+        sys.exit(2)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The command line; every flag is a field of :class:`WorkerConfig`."""
-    parser = argparse.ArgumentParser(
-        "python -m duckllm.worker", description="Serve a slice of a model's experts."
-    )
+    parser = _Parser("python -m duckllm.worker", description="Serve a slice of a model's experts.")
     parser.add_argument("--listen", default=_DEFAULTS.listen, help="address to listen on, name:port")
     parser.add_argument("--model", type=Path, help="this worker's own converted model folder")
     parser.add_argument(
@@ -37,14 +47,22 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a worker; returns the exit status."""
+    """Runs a worker; the exit status: 0 stopped, 1 failed, 2 wrong usage, 70 our fault, 130 interrupted.
+
+    What went wrong is one sentence on stderr, after the traceback where $DUCKLLM_DEBUG is 1.
+    """
     flags = vars(make_parser().parse_args(argv))
     json_output, token_file = flags.pop("json"), flags.pop("token_file")
     try:
         run_worker(WorkerConfig(token=read_token(token_file), **flags), json_output=json_output)
-    except DuckError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    except KeyboardInterrupt:  # before there are handlers for signals
+        return 130
+    except Exception as error:
+        if os.environ.get("DUCKLLM_DEBUG") == "1":
+            write_line(sys.stderr, traceback.format_exc())
+        sentence, code = describe_error(error)
+        write_line(sys.stderr, f"error: {sentence}")
+        return code
     return 0
 
 

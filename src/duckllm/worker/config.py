@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from duckllm.config import available_cores
-from duckllm.errors import ConfigError
+from duckllm.config import MAX_THREADS, MAX_TIMEOUT_S, available_cores, is_utf8
+from duckllm.errors import ConfigError, InWords
 
 DEFAULT_LISTEN = "127.0.0.1:7411"
 _SPIN_US_WITH_SPARE_CORES = 200
@@ -21,11 +21,14 @@ class WorkerConfig:
         model: Its own converted model, looked into before the host's folder; None for none.
         threads: Compute threads; 0 takes every core.
         spin_us: How long idle threads spin before they sleep, microseconds; -1 decides by the cores.
-        token: The cluster token; needed beyond loopback.
+        token: The cluster token, text that UTF-8 can hold; needed beyond loopback.
         exit_with_stdin: Whether to leave when standard input ends.
         handshake_timeout_s: From accepting a connection to its complete plan, seconds.
         frame_timeout_s: From the first byte of a step request to its last, seconds.
         send_timeout_s: For the host to take one reply, seconds.
+
+    Raises:
+        ConfigError: A field is of the wrong kind or out of range.
     """
 
     listen: str = DEFAULT_LISTEN
@@ -39,13 +42,25 @@ class WorkerConfig:
     send_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.threads <= 1024:
-            raise ConfigError("threads", self.threads, "0 (every core) to 1024")
-        if not -1 <= self.spin_us <= 1_000_000:
-            raise ConfigError("spin_us", self.spin_us, "-1 (decide by the cores) to 1000000")
+        if not isinstance(self.listen, str):
+            raise ConfigError("listen", self.listen, "an address, name:port")
+        if not isinstance(self.model, Path | None):
+            raise ConfigError("model", self.model, "a path, or None")
+        for field, least, most, meaning in (
+            ("threads", 0, MAX_THREADS, "0 (every core)"),
+            ("spin_us", -1, 1_000_000, "-1 (decide by the cores)"),
+        ):
+            value = getattr(self, field)
+            if type(value) is not int or not least <= value <= most:
+                raise ConfigError(field, value, f"{meaning} to {most}")
         for field in ("handshake_timeout_s", "frame_timeout_s", "send_timeout_s"):
-            if not 0.001 <= getattr(self, field) <= 1e6:
-                raise ConfigError(field, getattr(self, field), "0.001 to 1000000")
+            value = getattr(self, field)
+            if type(value) not in (int, float) or not 0.001 <= value <= MAX_TIMEOUT_S:
+                raise ConfigError(field, value, f"0.001 to {MAX_TIMEOUT_S}")
+        if not isinstance(self.token, str | None):
+            raise ConfigError("token", InWords(type(self.token).__name__), "text, or None")
+        if self.token is not None and not is_utf8(self.token):
+            raise ConfigError("token", InWords("text that UTF-8 cannot hold"), "valid text")
 
     @property
     def resolved_threads(self) -> int:

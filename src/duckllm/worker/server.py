@@ -95,10 +95,17 @@ class WorkerServer:
             if room:
                 thread = threading.Thread(target=self._serve_connection, args=(connection, peer), daemon=True)
                 self._connections[connection] = thread
-        if room:
-            thread.start()
+        if not room:
+            self._refuse(connection, peer, f"busy: {MAX_CONNECTIONS} connections are open, expected fewer")
             return
-        text = f"busy: {MAX_CONNECTIONS} connections are open, expected fewer"
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError):  # at a limit of threads or memory, which others may free
+            with self._guard:
+                del self._connections[connection]
+            self._refuse(connection, peer, "busy: this worker can start no further thread")
+
+    def _refuse(self, connection: socket.socket, peer: str, text: str) -> None:
         with contextlib.suppress(OSError):
             connection.send(_native.encode_error_frame(ErrorCode.BUSY, text), socket.MSG_DONTWAIT)
         connection.close()
@@ -151,17 +158,17 @@ def run_worker(config: WorkerConfig, *, json_output: bool = False) -> None:
             f"worker listening on {server.address} ({isa}, {config.resolved_threads} threads, "
             f"{'with' if config.token else 'without'} a cluster token); Ctrl-C stops it"
         )
-    _write_line(sys.stdout, line)
+    write_line(sys.stdout, line)
     if not server.serve():
         # A thread is still inside a step: leave without the interpreter's tear-down under its feet.
         os._exit(0)
 
 
 def _log(line: str) -> None:
-    _write_line(sys.stderr, f"worker: {line}")
+    write_line(sys.stderr, f"worker: {line}")
 
 
-def _write_line(stream: TextIO | None, line: str) -> None:
+def write_line(stream: TextIO | None, line: str) -> None:
     """Writes at once and past every buffer, which would keep a failed line for the exit; may lose it."""
     if stream is None:
         return
@@ -193,14 +200,16 @@ def _listen(config: WorkerConfig) -> socket.socket:
             f"a token, as {config.listen} is beyond loopback",
             f"--token-file FILE or ${TOKEN_VARIABLE}",
         )
-    listener = socket.socket(family, kind, protocol)
+    listener: socket.socket | None = None
     try:
+        listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(end)
         listener.listen(_BACKLOG)
         listener.setblocking(False)
     except OSError as error:
-        listener.close()
+        if listener is not None:
+            listener.close()
         raise ConfigError(
             "listen", config.listen, f"an address that can be bound ({error.strerror})"
         ) from error

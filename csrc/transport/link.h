@@ -1,0 +1,52 @@
+// What the transport keeps of a step in flight and of a worker's connection. Only csrc/transport includes it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "transport/transport.h"
+#include "wire/frame.h"
+
+namespace duck {
+
+constexpr size_t kStepHeadBytes = wire::kFrameHeaderBytes + wire::kStepHeaderBytes;
+constexpr size_t kMaxHeadBytes = wire::kFrameHeaderBytes + wire::kErrorCodeBytes + wire::kMaxErrorTextBytes;
+constexpr size_t kDropChunkBytes = 64 * 1024;
+
+struct Transport::Step {
+  uint64_t sequence = 0;
+  uint32_t layer = 0;
+  uint16_t lane = 0;
+  uint32_t num_tokens = 0;
+  size_t missing = 0;
+  std::vector<std::vector<float>> partial_sums;  // one a worker, [T, H]
+  std::vector<uint8_t> arrived;                  // one a worker
+  std::vector<uint32_t> compute_us;              // one a worker
+};
+
+struct Transport::Link {
+  int fd = -1;
+  size_t sent_bytes = 0;  // of the request being sent
+  // The frame being received: its head (or a whole ERROR frame), then its body.
+  uint8_t head[kMaxHeadBytes] = {};
+  size_t head_bytes = 0;
+  size_t head_wanted_bytes = kStepHeadBytes;
+  wire::StepReplyHeader reply;
+  uint64_t sequence = 0;
+  bool in_body = false;
+  Step* step = nullptr;  // whom the body is for; nullptr: nobody waits for it, drop it
+  uint8_t* body = nullptr;
+  size_t body_bytes = 0;
+  size_t body_got_bytes = 0;
+  std::vector<uint8_t> scratch;  // a bf16 body, or one to drop
+
+  void next_frame() {
+    head_bytes = 0;
+    head_wanted_bytes = kStepHeadBytes;
+    in_body = false;
+    step = nullptr;
+  }
+};
+
+}  // namespace duck
