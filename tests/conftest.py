@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,16 @@ from duckllm.cluster.token import TOKEN_VARIABLE
 from duckllm.weights.manifest import Manifest
 from duckllm.weights.resolve import CACHE_VARIABLE, resolve_model
 from worker_harness import WorkerProcess, make_model, running_worker
+
+# Here and in processes that tests start: tiny models gain nothing from a library's second thread, and lose
+# much where others want the cores too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure() -> None:
+    """Lets Ctrl-C be tested where the suite runs in the background too: a shell has it ignored there."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

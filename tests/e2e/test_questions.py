@@ -1,4 +1,10 @@
-"""The demo model through worker processes: every question exactly, whatever the number of workers."""
+"""The demo model through worker processes: every question exactly, whatever the number of workers.
+
+Each answer is checked through each number of workers in one forward pass over question and answer: the
+likeliest next token must be the answer's, at every position, and its end behind it. Token by token, as a user
+gets them, answers are made for all questions through two workers, and for a quarter of them, each time
+another, through each other number.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,8 @@ import psutil
 import pytest
 
 from duckllm import LLM, SamplingParams
-from duckllm.demo import load_questions
+from duckllm.demo import Question, load_questions
+from support.models import all_logits
 
 WORKERS = (1, 2, 3, 5, 8)
 GREEDY = SamplingParams(temperature=0, max_tokens=400)
@@ -31,9 +38,42 @@ def user(text: str) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_question_is_answered_exactly(llm: LLM) -> None:
+def test_every_token_of_every_answer_is_the_likeliest(llm: LLM) -> None:
     questions = load_questions()
     assert len(questions) == 180
+    (end,) = llm._engine.eos_token_ids
+    wrong = []
+    for question in questions:
+        prompt = llm.tokenizer.apply_chat_template([user(question.question)])
+        reply = {"role": "assistant", "content": question.answer}
+        token_ids = llm.tokenizer.apply_chat_template([user(question.question), reply])
+        assert token_ids[: len(prompt)] == prompt
+        token_ids = token_ids[: token_ids.index(end, len(prompt)) + 1]
+        logits = all_logits(llm._engine.model, token_ids[:-1], llm._engine.max_step_tokens)
+        likeliest = logits[len(prompt) - 1 :].argmax(dim=-1).tolist()
+        if likeliest != token_ids[len(prompt) :]:
+            wrong.append((question.question, llm.tokenizer.decode(likeliest), question.answer))
+    assert wrong == []
+
+
+def asked_of(workers: int) -> list[Question]:
+    """The questions whose answers are made token by token."""
+    questions = load_questions()
+    if workers == 2:
+        return questions
+    others = [number for number in WORKERS if number != 2]
+    return questions[others.index(workers) :: len(others)]
+
+
+def test_quarters_make_a_whole() -> None:
+    asked = [question for workers in WORKERS if workers != 2 for question in asked_of(workers)]
+    assert sorted(map(str, asked)) == sorted(map(str, load_questions()))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_questions_are_answered_exactly(llm: LLM) -> None:
+    questions = asked_of(llm.cluster_info().num_workers)
     outputs = llm.chat([[user(question.question)] for question in questions], GREEDY)
     wrong = [
         (question.question, output.outputs[0].text, question.answer)

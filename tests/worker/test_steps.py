@@ -37,6 +37,14 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+def test_a_worker_takes_the_instruction_set_of_its_surroundings(
+    worker: WorkerProcess, model: Manifest
+) -> None:
+    connection = connect(worker.address, plan_for(model)[0])
+    connection.close()
+    assert connection.info.isa == _native.select_isa()
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2, 8])
 @pytest.mark.parametrize("layer", [1, 3])
 def test_one_worker(worker: WorkerProcess, model: Manifest, num_tokens: int, layer: int) -> None:
