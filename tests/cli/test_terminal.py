@@ -107,6 +107,27 @@ def test_pasted_lines_are_one_message(terminal: Terminal) -> None:
     terminal.wait_for(re.escape(r"heard 'one\ntwo\n\nthree'"))
 
 
+@pytest.mark.parametrize(
+    ("pasted", "heard"),
+    [
+        (b"\x1b[31mred\x1b[0m \x1b[1;4mbold\x1b[0m duck", "red bold duck"),
+        (b"\x1b[Mtail duck", "l duck"),  # an old mouse's report has three more characters
+        (b"\x1b[<0;1;1Ma\x1b[5;5Rb\x1b]0;t\x07c", "ab]0;tc"),
+    ],
+    ids=["colours", "old-mouse", "others"],
+)
+def test_escape_sequences_pasted_as_if_typed_do_no_harm(
+    terminal: Terminal, pasted: bytes, heard: str
+) -> None:
+    """A terminal without bracketed paste sends a paste as if it was typed."""
+    terminal.send(pasted + ENTER)
+    terminal.wait_for(f"heard {re.escape(repr(heard))}")
+    terminal.wait_for(">")
+    terminal.send(CTRL_D)
+    assert terminal.wait_end() == 0
+    assert "xception" not in terminal.seen
+
+
 def test_alt_enter_begins_a_new_line(terminal: Terminal) -> None:
     terminal.send(b"one\x1b\rtwo" + ENTER)
     terminal.wait_for(re.escape(r"heard 'one\ntwo'"))

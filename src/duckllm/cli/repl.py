@@ -185,12 +185,20 @@ def _line_editor() -> Callable[[], str]:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.keys import Keys
 
     keys = KeyBindings()
 
     @keys.add("escape", "enter")
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
+
+    @keys.add(Keys.Vt100MouseEvent, eager=True)
+    def _(event: KeyPressEvent) -> None:
+        """Drops what looks like a mouse's report, such as the colour ESC [31m: it was pasted, no mouse is on.
+
+        prompt_toolkit's own binding takes it apart as such a report and fails.
+        """
 
     session: PromptSession[str] = PromptSession(history=InMemoryHistory(), key_bindings=keys)
     return lambda: session.prompt("> ")
