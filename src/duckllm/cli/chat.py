@@ -77,7 +77,8 @@ def chat(
         int, typer.Option(help="Compute threads of each worker started here; 0 divides the cores.")
     ] = 0,
     token_file: Annotated[
-        Path | None, typer.Option(help="File with the secret that the workers at addresses share.")
+        Path | None,
+        typer.Option(help="File with the secret that the workers at addresses share.", readable=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON object.")] = False,
 ) -> None:

@@ -20,9 +20,14 @@ from duckllm.weights.convert import convert as convert_checkpoint
 from duckllm.weights.manifest import Manifest
 
 
+# readable=False everywhere: what may not be read is an error of ours, as in every other place, and no usage.
 def convert(
-    src: Annotated[Path, typer.Argument(help="Hugging Face checkpoint folder.", show_default=False)],
-    dst: Annotated[Path, typer.Argument(help="Folder to write; made if absent.", show_default=False)],
+    src: Annotated[
+        Path, typer.Argument(help="Hugging Face checkpoint folder.", show_default=False, readable=False)
+    ],
+    dst: Annotated[
+        Path, typer.Argument(help="Folder to write; made if absent.", show_default=False, readable=False)
+    ],
     weight_format: Annotated[str, typer.Option("--format", help="Format of the expert weights.")] = "fp9",
     verify: Annotated[
         bool,
