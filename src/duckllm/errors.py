@@ -8,6 +8,7 @@
     │   ├── CheckpointError           a file is truncated, malformed, or a tensor is missing or wrong
     │   ├── WeightFormatError         a weight that the format cannot hold, or an unknown format version
     │   └── WeightHashError           a file's content is not what its manifest says
+    ├── MissingPackageError       a package that an option needs is not installed
     ├── DiskSpaceError            not enough room for what is about to be written
     ├── RequestError              a request that cannot be honoured
     │   └── PromptTooLongError        more tokens than the context holds
@@ -94,6 +95,17 @@ class WeightFormatError(ModelError):
 
 class WeightHashError(ModelError):
     """A file's content is not what its manifest says."""
+
+
+class MissingPackageError(DuckError):
+    """A package that an option needs is not installed; an extra of this package installs it."""
+
+    def __init__(self, package: str, field: str, extra: str) -> None:
+        self.package, self.field, self.extra = package, field, extra
+        super().__init__(
+            f"{field}: {package} is not installed; "
+            f"install this package with its extra: pip install 'duckllm[{extra}]'"
+        )
 
 
 class DiskSpaceError(DuckError):

@@ -16,6 +16,7 @@ import typer
 
 from duckllm import __version__
 from duckllm.cli import chat as chat_verb
+from duckllm.cli.bench import bench
 from duckllm.cli.convert import convert
 from duckllm.cli.worker import worker
 from duckllm.errors import DuckError
@@ -63,6 +64,7 @@ Examples:
 app.command("chat", epilog=chat_verb.EXAMPLES)(chat_verb.chat)
 app.command("convert", epilog=_CONVERT_EXAMPLES)(convert)
 app.command("worker", epilog=_WORKER_EXAMPLES)(worker)
+app.add_typer(bench)
 
 
 def main() -> NoReturn:

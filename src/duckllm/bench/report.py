@@ -1,0 +1,100 @@
+"""Ceilings and kernels as tables for people. Called by cli/bench.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from duckllm.bench.ceilings import Ceiling
+from duckllm.bench.machine import commit, cpu_name
+from duckllm.bench.roofline import CAVEATS, Placed, Roofline
+
+TEXT_COLUMNS = ("what", "where", "best loop", "instruction set", "kernel")
+
+
+def print_roofline(roofline: Roofline, console: Console) -> None:
+    """The machine, its ceilings, the kernels, and what the figures do not say."""
+    caches = roofline.caches
+    console.print(
+        f"{cpu_name()}, {roofline.cores} cores, L2 {_size(caches.l2_bytes)} a core, "
+        f"last-level cache {_size(caches.llc_bytes)}, load {roofline.load_average:.1f}, commit {commit()}"
+    )
+    console.print(
+        f"Cold footprint {_size(roofline.size_bytes)}, {roofline.size_per_llc:.1f} times the last-level "
+        f"cache. Median of {roofline.config.repeats} samples, slowest and fastest beside it. Every loop was "
+        "verified."
+    )
+    for note in roofline.notes:
+        console.print(note)
+    console.print(memory_table(roofline.ceilings))
+    console.print(compute_table(roofline.ceilings))
+    console.print(points_table(roofline.points))
+    for caveat in CAVEATS:
+        console.print(f"- {caveat}")
+
+
+def memory_table(ceilings: Sequence[Ceiling]) -> Table:
+    """One row for each ceiling of memory."""
+    table = _table("Memory, GB/s", "threads", "what", "where", "huge", "best loop", "median", "from", "to")
+    rows = [ceiling for ceiling in ceilings if ceiling.unit == "GB/s"]
+    for ceiling, after in zip(rows, [*rows[1:], None], strict=True):
+        table.add_row(
+            str(ceiling.threads),
+            ceiling.operation,
+            ceiling.state,
+            f"{ceiling.huge_page_share:.0%}",
+            ceiling.best,
+            *_numbers(ceiling),
+            end_section=after is not None and after.threads != ceiling.threads,
+        )
+    return table
+
+
+def compute_table(ceilings: Sequence[Ceiling]) -> Table:
+    """One row for each ceiling of arithmetic."""
+    table = _table("f32 multiply-adds, GFLOP/s", "threads", "instruction set", "median", "from", "to")
+    for ceiling in ceilings:
+        if ceiling.unit == "GFLOP/s":
+            table.add_row(str(ceiling.threads), ceiling.isa, *_numbers(ceiling))
+    return table
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE)
+    texts = ("what", "where", "best loop", "instruction set", "kernel")
+    for heading in headings:
+        table.add_column(
+            heading, justify="left" if heading in texts else "right", no_wrap=heading != "kernel"
+        )
+    return table
+
+
+def _numbers(ceiling: Ceiling) -> tuple[str, str, str]:
+    rate = ceiling.rate
+    return f"{rate.median:.1f}", f"{rate.least:.1f}", f"{rate.most:.1f}"
+
+
+def points_table(points: Sequence[Placed]) -> Table:
+    """One row for each kernel."""
+    table = _table("Kernels", "kernel", "FLOP/byte", "GFLOP/s", "GB/s", "read GB/s", "of it")
+    for placed in points:
+        point = placed.point
+        table.add_row(
+            point.name,
+            f"{point.flop_per_byte:.2f}",
+            f"{point.gflop_per_s:.1f}",
+            f"{point.gb_per_s:.1f}",
+            f"{placed.read_gb_per_s:.1f}",
+            f"{placed.of_ceiling:.0%}",
+        )
+    return table
+
+
+def _size(num_bytes: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.4g} {unit}"
+    return f"{num_bytes / 1024:.4g} KiB"

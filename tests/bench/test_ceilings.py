@@ -1,0 +1,206 @@
+"""Ceilings: what is measured on what memory, in which order, and that a loop which does nothing is found."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from duckllm import _native
+from duckllm.bench import ceilings as module
+from duckllm.bench.ceilings import (
+    Ceiling,
+    Spread,
+    default_size_bytes,
+    fma_ceilings,
+    hot_footprints,
+    memory_ceilings,
+    read_ceiling,
+)
+from duckllm.bench.machine import Caches
+from duckllm.bench.points import ExpertStep, Point, SliceShape, expert_points, new_units
+
+SIZE = 2 << 20
+SMALL_CACHES = Caches(l2_bytes=64 << 10, llc_bytes=1 << 20)
+
+
+def test_a_spread_has_the_rates_of_its_times() -> None:
+    assert Spread.of(6e9, [2.0, 1.0, 3.0]) == Spread(median=3.0, least=2.0, most=6.0)
+
+
+def test_the_best_variant_has_the_highest_median() -> None:
+    variants = {"a": Spread(2, 1, 9), "b": Spread(3, 0.5, 4), "c": Spread(1, 1, 1)}
+    ceiling = Ceiling("read", "cold", 1, "avx2", "GB/s", variants)
+    assert ceiling.best == "b"
+    assert ceiling.rate == variants["b"]
+
+
+def test_cold_memory_is_several_times_the_last_level_cache_where_memory_allows() -> None:
+    caches = Caches(1 << 20, 100 << 20)
+    assert default_size_bytes(caches, 1 << 40) == 800 << 20
+    assert default_size_bytes(Caches(1 << 20, 1 << 20), 1 << 40) == 256 << 20
+    assert default_size_bytes(caches, 1 << 30) == 256 << 20
+
+
+def test_a_hot_footprint_is_half_of_its_cache() -> None:
+    assert hot_footprints(Caches(1 << 20, 32 << 20), threads=4) == {"l2": 2 << 20, "llc": 16 << 20}
+
+
+def test_all_operations_are_measured_in_every_cache() -> None:
+    measured = list(memory_ceilings(2, SIZE, "scalar", False, 9, SMALL_CACHES))
+    assert [(each.state, each.operation) for each in measured] == [
+        (state, operation) for state in ("cold", "llc", "l2") for operation in ("read", "memset", "memcpy")
+    ]
+    for each in measured:
+        assert (each.threads, each.isa, each.unit, each.huge_pages) == (2, "scalar", "GB/s", False)
+        assert each.huge_page_share == 0
+        names = _native.CeilingLoops.variants("read" if each.operation == "read" else "copy")
+        assert list(each.variants) == names
+        assert all(0 < rate.least <= rate.median <= rate.most for rate in each.variants.values())
+    footprints = {"cold": SIZE, "llc": 512 << 10, "l2": 64 << 10}
+    assert [each.footprint_bytes for each in measured] == [footprints[each.state] for each in measured]
+
+
+def test_a_cache_that_the_memory_does_not_fill_is_left_out() -> None:
+    measured = list(memory_ceilings(1, 256 << 10, "scalar", False, 9, SMALL_CACHES))
+    assert {each.state for each in measured} == {"cold", "l2"}
+    measured = list(memory_ceilings(1, SIZE, "scalar", False, 9, Caches(1 << 20, 1 << 20)))
+    assert {each.state for each in measured} == {"cold", "l2"}
+
+
+def test_multiply_adds_are_measured_on_every_isa() -> None:
+    isas = _native.available_isas()
+    measured = list(fma_ceilings(2, isas, 9, steps=1000))
+    assert [each.isa for each in measured] == isas
+    for each in measured:
+        assert (each.operation, each.state, each.threads, each.unit) == ("fma", "registers", 2, "GFLOP/s")
+        assert each.huge_pages is None
+        assert 0 < each.rate.least <= each.rate.median <= each.rate.most
+
+
+class FakeLoops:
+    """Native loops of which one does not do its work, or that keep a diary."""
+
+    variants = staticmethod(_native.CeilingLoops.variants)
+
+    def __init__(self, threads: int, isa: str = "auto", idle: str = "") -> None:
+        self._loops, self._idle = _native.CeilingLoops(threads, isa), idle
+        self.reads: list[tuple[str, int]] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._loops, name)
+
+    def read(self, variant: str, data: np.ndarray, *passes: int) -> tuple[float, int]:
+        self.reads.append((variant, data.ctypes.data))
+        _, checksum = self._loops.read(variant, data, *passes)
+        return 1e-3, checksum ^ (self._idle == f"read/{variant}")
+
+    def fill(self, variant: str, data: np.ndarray, value: int, *passes: int) -> float:
+        data = data[: -self.granule_bytes] if self._idle == f"fill/{variant}" else data
+        return self._loops.fill(variant, data, value, *passes)
+
+    def copy(self, variant: str, to: np.ndarray, source: np.ndarray, *passes: int) -> float:
+        skipped = self.granule_bytes if self._idle == f"copy/{variant}" else 0
+        return self._loops.copy(variant, to[skipped:], source[skipped:], *passes)
+
+    def fma(self, steps: int) -> tuple[float, float]:
+        seconds, total = self._loops.fma(steps)
+        return seconds, total - (self._idle == "fma/scalar")
+
+
+@pytest.mark.parametrize(
+    "idle",
+    [f"{op}/{name}" for op in ("read", "fill", "copy") for name in _native.CeilingLoops.variants(op)],
+)
+def test_a_loop_that_leaves_something_out_is_found(monkeypatch: pytest.MonkeyPatch, idle: str) -> None:
+    native = SimpleNamespace(CeilingLoops=lambda threads, isa: FakeLoops(threads, isa, idle))
+    native.CeilingLoops.variants = FakeLoops.variants
+    monkeypatch.setattr(module, "_native", native)
+    with pytest.raises(RuntimeError, match=f"the loop of {idle} did not do its work: nothing measured"):
+        list(memory_ceilings(1, SIZE, "scalar", False, 9, SMALL_CACHES))
+
+
+def test_a_wrong_sum_of_multiply_adds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = SimpleNamespace(CeilingLoops=lambda threads, isa: FakeLoops(threads, isa, "fma/scalar"))
+    monkeypatch.setattr(module, "_native", native)
+    with pytest.raises(RuntimeError, match="fma/scalar"):
+        list(fma_ceilings(1, ["scalar"], 9, steps=10))
+
+
+def test_the_read_ceiling_takes_turns_with_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[FakeLoops] = []
+
+    def make(threads: int, isa: str) -> FakeLoops:
+        made.append(FakeLoops(threads, isa))
+        return made[-1]
+
+    make.variants = FakeLoops.variants  # type: ignore[attr-defined]
+    monkeypatch.setattr(module, "_native", SimpleNamespace(CeilingLoops=make))
+    diary: list[int] = []
+    ceiling = read_ceiling(
+        1,
+        size_bytes=SIZE,
+        isa="scalar",
+        huge_pages=False,
+        repeats=10,
+        between=lambda: diary.append(len(made[0].reads)),
+    )
+    names = _native.CeilingLoops.variants("read")
+    assert diary == [len(names) * (round_ + 2) for round_ in range(10)]  # the first four verify
+    timed = made[0].reads[len(names) :]
+    assert [name for name, _ in timed] == names * 10
+    places = [place for _, place in timed]
+    assert all(len(set(places[i : i + 16])) == 16 for i in range(len(places) - 15))  # no window comes early
+    assert (ceiling.operation, ceiling.state, ceiling.threads) == ("read", "cold", 1)
+    assert ceiling.rate.median == pytest.approx(SIZE / 16 / 1e-3 / 1e9)
+
+
+SHAPE = SliceShape("tiny", hidden_size=256, num_stripes=2, top_k=3)
+
+
+def test_points_have_the_arithmetic_of_the_step() -> None:
+    points = expert_points(
+        1, size_bytes=256 << 10, isa="scalar", huge_pages=False, repeats=9, num_tokens=(1, 4), shape=SHAPE
+    )
+    unit_bytes = 64 + 3 * 8 * 576  # docs/weight-format.md: scales, then three matrices of 8 records
+    for (point, ceiling), tokens in zip(points, (1, 4), strict=True):
+        assert point.flop_per_byte == pytest.approx(3 * 2 * 256 * 32 * tokens / (2 * unit_bytes))
+        assert point.gflop_per_s > 0
+        assert ceiling.state == "cold"
+    assert [point.name for point, _ in points] == [
+        "expert step, tiny, 1 row, scalar",
+        "expert step, tiny, 4 rows, scalar",
+    ]
+
+
+def test_a_point_knows_its_bytes() -> None:
+    assert Point("kernel", flop_per_byte=4.0, gflop_per_s=100.0).gb_per_s == 25.0
+
+
+def test_units_fill_the_size_and_hold_every_chosen_expert() -> None:
+    assert new_units(SHAPE, 1, huge_pages=False).shape == (3, 2, 64 + 3 * 8 * 576)
+    units = new_units(SHAPE, 20 * SHAPE.expert_bytes - 1, huge_pages=False)
+    assert len(units) == 20
+    assert np.array_equal(units[0], units[8])
+    assert not np.array_equal(units[0], units[1])
+
+
+def test_steps_go_through_all_experts() -> None:
+    step = ExpertStep(SHAPE, 2, new_units(SHAPE, 4 * SHAPE.expert_bytes, False), 1, "scalar")
+    assert [step._step().tolist() for _ in range(3)] == [[0, 1, 2], [3, 0, 1], [2, 3, 0]]
+
+
+def test_a_wrong_kernel_is_found() -> None:
+    units = new_units(SHAPE, 1, huge_pages=False)
+    step = ExpertStep(SHAPE, 2, units, 1, "scalar")
+    step.verify()
+    run = step._experts.run
+
+    def wrong(units: np.ndarray, x: np.ndarray, *rest: np.ndarray, out: np.ndarray) -> None:
+        run(units, x, *rest, out=out)
+        out[1, 7] += 0.01 * abs(out).max()
+
+    step._experts = SimpleNamespace(run=wrong)  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="the expert step is"):
+        step.verify()
