@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from duckllm.assembly import ClusterInfo, begin_workers, build_engine
 from duckllm.config import MAX_THREADS, MAX_WORKERS, ClusterConfig
-from duckllm.errors import CheckpointError, ConfigError, RequestError
+from duckllm.errors import CheckpointError, ConfigError, InWords, RequestError
 from duckllm.models.registry import open_model
 from duckllm.outputs import CompletionOutput, RequestOutput, StreamOutput
 from duckllm.sampling_params import SamplingParams
@@ -245,7 +245,7 @@ class LLM:
                 raise ConfigError("sampling_params", params, "SamplingParams, or a list of them")
         if len(given) != len(prompts):
             raise ConfigError(
-                "sampling_params", f"{len(given)} of them", f"one for each of {len(prompts)} prompts"
+                "sampling_params", InWords(f"{len(given)} of them"), f"one for each of {len(prompts)} prompts"
             )
         return given
 

@@ -108,6 +108,8 @@ def test_what_is_not_given_is_the_models_own(duckllm: Any, monkeypatch: pytest.M
     [
         (["--prompt", "  "], None, "prompt: got an empty text, expected a question\n"),
         ([], b"\n \n", "prompt: got an empty text, expected a question\n"),
+        (["--prompt", "a\udcff"], None, "prompt: got bytes that are not UTF-8, expected valid text"),
+        (["--prompt", "a", "--system", "\udcff"], None, "system: got bytes that are not UTF-8, expected"),
         ([], b"ab\xff", "stdin: got byte 0xff, expected UTF-8 text"),
         (["--prompt", "x", "--temperature", "-1"], None, "temperature: got -1.0"),
         (["--prompt", "x", "--top-k", "-7"], None, "top_k: got -7"),

@@ -157,7 +157,7 @@ def test_a_bad_conversation_is_an_error(llm: LLM, messages: object) -> None:
 
 def test_sampling_params_must_be_that_and_as_many_as_prompts(llm: LLM) -> None:
     with pytest.raises(
-        ConfigError, match="sampling_params: got '1 of them', expected one for each of 2 prompts"
+        ConfigError, match="sampling_params: got 1 of them, expected one for each of 2 prompts"
     ):
         llm.chat([DUCK, PRIME], [GREEDY])
     with pytest.raises(

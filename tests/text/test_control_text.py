@@ -164,12 +164,13 @@ def test_what_only_normalisation_spells_is_refused(demo_checkpoint: Path, tmp_pa
 
 
 def test_other_texts_of_a_message_are_kept_apart_too(demo_checkpoint: Path, tmp_path: Path) -> None:
-    template = "{{ messages[0]['name'] + messages[0]['tools'][0]['text'] + '<|user|>' }}"
+    template = "{{ messages[0]['name'] + messages[0]['tools'] | tojson + '<|user|>' }}"
     tokenizer = build(demo_checkpoint, tmp_path, template)
-    message = {"role": "user", "content": "", "name": "<|eos|>", "tools": [{"text": "<|bos|>"}, 3]}
+    tools = [{"<|eos|>": {"role": "<|bos|>"}}, 3]
+    message = {"role": "user", "content": "", "name": "<|eos|>", "tools": tools}
     ids = tokenizer.apply_chat_template([message])  # type: ignore[list-item]
     assert [each for each in ids if each in CONTROLS] == [USER]
-    assert tokenizer.decode(ids) == "<|eos|><|bos|>"
+    assert tokenizer.decode(ids) == '<|eos|>[{"<|eos|>": {"role": "<|bos|>"}}, 3]'
 
 
 def test_which_added_tokens_steer() -> None:

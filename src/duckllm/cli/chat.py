@@ -24,7 +24,7 @@ from duckllm.cli.common import (
 )
 from duckllm.cli.terminal import ReplyWriter, keys_unseen
 from duckllm.cluster.token import read_token
-from duckllm.config import ClusterConfig
+from duckllm.config import ClusterConfig, is_utf8
 from duckllm.errors import ConfigError, InWords
 from duckllm.sampling_params import SamplingParams
 from duckllm.weights.resolve import resolve_model
@@ -92,6 +92,7 @@ def chat(
     question = _question(prompt, as_json)
     options = _cluster_options(workers, wire_dtype, threads_per_worker, token_file)
     _check_sampling(overrides)
+    _check_utf8("system", system or "")
     with keys_unseen(), _load(model, options, max_model_len) as llm:
         params = dataclasses.replace(llm.default_sampling_params, **overrides)
         start: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -162,7 +163,14 @@ def _question(prompt: str | None, as_json: bool) -> str | None:
     text = text.strip()
     if not text:
         raise ConfigError("prompt", InWords("an empty text"), "a question")
+    _check_utf8("prompt", text)
     return text
+
+
+def _check_utf8(field: str, text: str) -> None:
+    """Bytes of an argument that are not UTF-8 arrive as what no text holds."""
+    if not is_utf8(text):
+        raise ConfigError(field, InWords("bytes that are not UTF-8"), "valid text")
 
 
 def _read_stdin() -> bytes:

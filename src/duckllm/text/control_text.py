@@ -33,10 +33,10 @@ def control_texts(tokens: Iterable[tuple[str, bool]], template: str) -> tuple[st
     )
 
 
-def spelled_in(value: Any, controls: Iterable[str]) -> set[str]:
+def spelled_in(message: Any, controls: Iterable[str]) -> set[str]:
     """Which of ``controls`` are spelled in a message: in its content or another of its texts."""
     found: set[str] = set()
-    for text in texts_of(value):
+    for text in texts_of(message):
         found.update(control for control in controls if control in text)
     return found
 
@@ -47,32 +47,35 @@ def free_mark(texts: Iterable[str]) -> str:
     return "\ue000" * (1 + max(map(len, runs), default=0))
 
 
-def put_marks(value: Any, controls: Iterable[str], mark: str) -> Any:
+def put_marks(message: Mapping[str, Any], controls: Iterable[str], mark: str) -> dict[str, Any]:
     """A message with ``mark`` behind the first character of every one of ``controls`` that is spelled in it.
 
-    Roles stay as they are.
+    Its role stays as it is.
     """
-    if isinstance(value, str):
-        # One character at a time, so that spellings that overlap are all found.
-        pattern = "|".join(f"{re.escape(control[0])}(?={re.escape(control[1:])})" for control in controls)
-        return re.sub(pattern, lambda found: found[0] + mark, value) if pattern else value
-    if isinstance(value, Mapping):
-        return {
-            key: item if key == "role" else put_marks(item, controls, mark) for key, item in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [put_marks(item, controls, mark) for item in value]
-    return value
+    # One character at a time, so that spellings that overlap are all found.
+    parts = [f"{re.escape(control[0])}(?={re.escape(control[1:])})" for control in controls]
+    if not parts:
+        return dict(message)
+    pattern = re.compile("|".join(parts))
+
+    def marked(value: Any) -> Any:
+        if isinstance(value, str):
+            return pattern.sub(lambda found: found[0] + mark, value)
+        if isinstance(value, Mapping):
+            return {marked(key): marked(item) for key, item in value.items()}
+        return [marked(item) for item in value] if isinstance(value, list | tuple) else value
+
+    return {key: item if key == "role" else marked(item) for key, item in message.items()}
 
 
-def texts_of(value: Any) -> Iterator[str]:
-    """Every text of a message but its role."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            if key != "role":
-                yield from texts_of(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from texts_of(item)
+def texts_of(message: Mapping[str, Any]) -> Iterator[str]:
+    """Every text of a message but its role, those in lists and objects and their keys included."""
+    waiting = [item for key, item in message.items() if key != "role"]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            waiting += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple):
+            waiting += value

@@ -96,7 +96,7 @@ class Tokenizer:
         """
         text = self._render(check_messages(messages))
         _check_unicode(text, "messages")
-        spelled = spelled_in(messages, self._control_texts)
+        spelled = set().union(*(spelled_in(message, self._control_texts) for message in messages))
         self._refuse_hidden(messages, spelled)
         pieces = self._render_in_pieces(messages, text, spelled) if spelled else [text]
         ids = [token_id for piece in pieces for token_id in self._encode(piece, "messages")]
@@ -165,7 +165,7 @@ class Tokenizer:
         self, messages: Sequence[Mapping[str, str]], text: str, spelled: set[str]
     ) -> list[str]:
         """``text``, the rendered conversation, cut inside each control token that a message spells."""
-        mark = free_mark([text, str(self._inner.chat_template), *texts_of(messages)])
+        mark = free_mark([text, str(self._inner.chat_template), *_all_texts(messages)])
 
         def marked(in_replies: set[str], elsewhere: set[str]) -> str:
             return self._render(
@@ -187,8 +187,9 @@ class Tokenizer:
         normalizer = getattr(getattr(self._inner, "backend_tokenizer", None), "normalizer", None)
         if normalizer is None:
             return
-        for text in texts_of(messages):
-            for control in spelled_in(normalizer.normalize_str(text), self._control_texts) - spelled:
+        for text in _all_texts(messages):
+            normalized = {"content": normalizer.normalize_str(text)}
+            for control in spelled_in(normalized, self._control_texts) - spelled:
                 raise RequestError(
                     f"messages: got text that the tokenizer reads as {control!r}, expected no control token"
                 )
@@ -241,6 +242,10 @@ def check_messages(messages: Sequence[Mapping[str, str]]) -> Sequence[Mapping[st
                 f"messages[{number}].content: got {type(message['content']).__name__}, expected text"
             )
     return messages
+
+
+def _all_texts(messages: Sequence[Mapping[str, str]]) -> list[str]:
+    return [text for message in messages for text in texts_of(message)]
 
 
 def _check_unicode(text: str, field: str) -> None:
