@@ -50,7 +50,7 @@ _QUOTED = 200
 _SHOWN = 80
 
 
-def _show(got: object) -> str:
+def show_value(got: object) -> str:
     """A value on one line, its middle left out where it is long."""
     if isinstance(got, InWords):
         return str(got)
@@ -69,7 +69,7 @@ class ConfigError(DuckError):
 
     def __init__(self, field: str, got: object, expected: str, hint: str = "") -> None:
         self.field, self.got, self.expected, self.hint = field, got, expected, hint
-        message = f"{field}: got {_show(got)}, expected {expected}"
+        message = f"{field}: got {show_value(got)}, expected {expected}"
         super().__init__(f"{message} ({hint})" if hint else message)
 
 

@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from duckllm.errors import WorkerLostError
+from duckllm.errors import CheckpointError, WorkerLostError
 from duckllm.transport.transport import Transport
 from duckllm.weights.manifest import Manifest
 from worker_harness import (
     WorkerProcess,
     connect,
     expected_sum,
+    make_model,
     make_step,
     open_transport,
     plan_for,
@@ -88,3 +89,27 @@ def test_a_stopped_worker_is_a_time_out(tmp_path: Path, model: Manifest) -> None
         connections = [connect(w.address, plan) for w, plan in zip(workers, plans, strict=True)]
         with open_transport(connections) as again:
             np.testing.assert_array_equal(again.wait(again.submit(*inputs)), expected_sum(model, plans, step))
+
+
+def test_a_file_that_is_truncated_in_use_costs_its_worker_and_nothing_else(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    step = make_step(model, 2)
+    inputs = (step.layer, step.x, step.topk_ids, step.topk_weights)
+    (plan,) = plan_for(model)
+    path = model.expert_path(step.layer)
+    with running_worker(tmp_path) as worker:
+        with open_transport([connect(worker.address, plan)]) as transport:
+            np.testing.assert_array_equal(
+                transport.wait(transport.submit(*inputs)), expected_sum(model, [plan], step)
+            )
+            os.truncate(path, 4096)
+            with pytest.raises(WorkerLostError) as caught:
+                transport.wait(transport.submit(*inputs))
+            assert (caught.value.address, caught.value.layer) == (str(worker.address), step.layer)
+        assert worker.process.wait(20) == -signal.SIGBUS
+    # The next one finds the file truncated before it maps it.
+    with (
+        running_worker(tmp_path) as worker,
+        pytest.raises(CheckpointError, match="truncated, got 4096 bytes"),
+    ):
+        connect(worker.address, plan)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from duckllm.errors import DiskSpaceError, WeightFormatError
 from duckllm.weights import convert as convert_module
 from duckllm.weights.convert import convert
 from duckllm.weights.files import AtomicFile, FolderLock
+from duckllm.weights.fp9 import QuantisationError
 from duckllm.weights.manifest import Manifest
 from duckllm.weights.progress_file import PROGRESS_FILE, ProgressFile
 
+SUMS = [field.name for field in fields(QuantisationError)]
 KILLED = """
 import os, signal, sys
 from duckllm.weights.convert import convert
@@ -282,9 +285,19 @@ def test_a_lock_on_a_file_that_was_removed_counts_for_nothing(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_malformed_progress_file_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": 3},
+        {"files": {"host-00000.safetensors": 3}},
+        {"errors": {"experts-00001.safetensors": {}}},
+        {"errors": {"experts-00001.safetensors": {**dict.fromkeys(SUMS, 0), "weights": "many"}}},
+    ],
+)
+def test_a_malformed_progress_file_is_an_error(tmp_path: Path, changes: dict) -> None:
     make_checkpoint(tmp_path / "src")
     (tmp_path / "dst").mkdir()
-    (tmp_path / "dst" / PROGRESS_FILE).write_text(json.dumps({"files": 3}))
+    whole = {"fingerprint": "x", "format": "fp9", "files": {}, "errors": {}}
+    (tmp_path / "dst" / PROGRESS_FILE).write_text(json.dumps(whole | changes))
     with pytest.raises(Exception, match=r"\.duck-progress\.json: malformed"):
         convert(tmp_path / "src", tmp_path / "dst")

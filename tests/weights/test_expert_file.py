@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,11 @@ import pytest
 from random_checkpoint import make_checkpoint
 
 from duckllm.errors import CheckpointError, WeightHashError
+from duckllm.weights import reader
 from duckllm.weights.convert import convert
 from duckllm.weights.manifest import Manifest
 from duckllm.weights.reader import ExpertFile
+from duckllm.weights.safetensors_file import TensorInfo, read_header
 
 
 @pytest.fixture
@@ -80,6 +83,21 @@ def test_files_of_another_shape_are_refused(manifest: Manifest, tmp_path: Path) 
         ExpertFile.open(manifest, 1)
     with pytest.raises(CheckpointError, match="layer 0 has no experts"):
         ExpertFile(path, manifest, 0)
+
+
+def test_a_file_that_shrinks_while_it_is_mapped_is_refused(
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = manifest.expert_path(1)
+    header = read_header(path)
+
+    def shrink_after_reading(path: Path) -> dict[str, TensorInfo]:
+        os.truncate(path, 8192)
+        return header
+
+    monkeypatch.setattr(reader, "read_header", shrink_after_reading)
+    with pytest.raises(CheckpointError, match=r"experts-00001\.safetensors: cannot be mapped \("):
+        ExpertFile.open(manifest, 1)
 
 
 def test_reading_weights_imports_no_torch() -> None:

@@ -32,7 +32,7 @@ def test_deep_json(tmp_path: Path) -> None:
 
 def test_a_deep_safetensors_header(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(len(DEEP).to_bytes(8, "little") + DEEP)
-    with pytest.raises(CheckpointError, match=r"x\.safetensors: the safetensors header is nested too deeply"):
+    with pytest.raises(CheckpointError, match=r"x\.safetensors: the safetensors header: .*nested too deeply"):
         read_header(tmp_path / "x.safetensors")
 
 

@@ -13,7 +13,8 @@ from random_checkpoint import make_checkpoint
 
 from duckllm.errors import CheckpointError, DuckError, ModelNotFoundError, WeightFormatError, WeightHashError
 from duckllm.weights.convert import convert
-from duckllm.weights.manifest import Manifest, content_hash
+from duckllm.weights.fp9 import QuantisationError
+from duckllm.weights.manifest import Manifest, content_hash, rounding_of
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,45 @@ def test_fields(model: Path) -> None:
             lambda v: v["expert_layers"]["1"]["stripe_sha256"].pop(),
             CheckpointError,
             "expert_layers.1.stripe_sha256: got 2 hashes, expected 3",
+        ),
+        (lambda v: v.update(format_version=True), WeightFormatError, "format_version: got True, expected 1"),
+        (lambda v: v.update(format_version=1.0), WeightFormatError, "format_version: got 1.0, expected 1"),
+        (lambda v: v.update(format=["fp9"]), WeightFormatError, "format: got ['fp9'], expected one of fp9"),
+        (lambda v: v.update(block_size="128"), CheckpointError, "block_size: got ('1', '2', '8')"),
+        (lambda v: v.update(config_sha256="A" * 64), CheckpointError, "config_sha256: got 'AAA"),
+        (lambda v: v["expert_layers"]["1"].update(file=".."), CheckpointError, "files: got '..'"),
+        (lambda v: v["expert_layers"]["1"].update(file=""), CheckpointError, "files: got ''"),
+        (lambda v: v["expert_layers"]["1"].update(file="a\0"), CheckpointError, "files: got 'a\\x00'"),
+        (lambda v: v["expert_layers"]["1"].update(file=["x"]), CheckpointError, "files: got ['x']"),
+        (
+            lambda v: v["expert_layers"]["1"].update(file="experts-00002.safetensors"),
+            CheckpointError,
+            "files: got one of them twice, expected each once",
+        ),
+        (
+            lambda v: v["expert_layers"]["1"].update(bytes=-1),
+            CheckpointError,
+            "'experts-00001.safetensors': bytes: got -1, expected a whole number from 0",
+        ),
+        (
+            lambda v: v["expert_layers"]["1"].update(stripe_sha256="abc"),
+            CheckpointError,
+            "'experts-00001.safetensors': got 'b', expected a SHA-256 in hex",
+        ),
+        (
+            lambda v: v["host_files"]["host-00001.safetensors"].update(sha256=7),
+            CheckpointError,
+            "'host-00001.safetensors': got 7, expected a SHA-256 in hex",
+        ),
+        (
+            lambda v: v["expert_layers"].update({"01": v["expert_layers"].pop("1")}),
+            CheckpointError,
+            "expert_layers: got '01', expected the number of a layer",
+        ),
+        (
+            lambda v: v["expert_layers"].update({"\N{SUPERSCRIPT TWO}": v["expert_layers"].pop("2")}),
+            CheckpointError,
+            "expert_layers: got '\N{SUPERSCRIPT TWO}', expected the number of a layer",
         ),
     ],
 )
@@ -142,6 +182,57 @@ def test_a_field_of_the_wrong_kind_is_named(model: Path, tmp_path: Path, field: 
         CheckpointError, match=rf"duck\.json: {field}: got {re.escape(repr(value))}, expected"
     ):
         Manifest.load(folder)
+
+
+def rounded(**changes: object) -> dict:
+    sums = {"squared_error": 1.0, "squared_source": 4, "max_relative": 0.05, "flushed": 1, "weights": 9}
+    total = {"rms_relative": 0.5, "max_relative": 0.05, "flushed": 1, "weights": 9, "files": {"a": sums}}
+    return total | changes
+
+
+def test_how_far_weights_were_rounded(model: Path, tmp_path: Path) -> None:
+    for total, expected in (
+        (None, {}),
+        (rounded(), {"a": QuantisationError(1.0, 4, 0.05, 1, 9)}),
+        (rounded(files={}), {}),
+    ):
+        folder = changed(model, tmp_path, lambda v, total=total: v["source"].update(quantisation_error=total))
+        assert rounding_of(Manifest.load(folder).source) == expected
+
+
+SUMS = rounded()["files"]["a"]
+ROUNDED = "source.quantisation_error"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ({"fingerprint": 3}, "source.fingerprint: got 3, expected a string"),
+        ({"dtype": None}, "source.dtype: got None, expected a string"),
+        ({"quantisation_error": []}, f"{ROUNDED}: got [], expected null, or an object with files"),
+        ({"quantisation_error": {}}, f"{ROUNDED}: got {{}}, expected null, or an object with files"),
+        ({"quantisation_error": rounded(files=[])}, "expected null, or an object with files"),
+        ({"quantisation_error": rounded(flushed="1")}, f"{ROUNDED}.flushed: got '1', expected a number"),
+        ({"quantisation_error": rounded(files={"a": 1})}, f"{ROUNDED}.files.a: expected an object with ['fl"),
+        (
+            {"quantisation_error": rounded(files={"a": {}})},
+            f"{ROUNDED}.files.a: expected an object with ['fl",
+        ),
+        (
+            {"quantisation_error": rounded(files={"a": SUMS | {"weights": 9.0}})},
+            f"{ROUNDED}.files.a: weights: expected a whole number",
+        ),
+        (
+            {"quantisation_error": rounded(files={"a": SUMS | {"max_relative": True}})},
+            f"{ROUNDED}.files.a: max_relative: expected a number",
+        ),
+    ],
+)
+def test_a_wrong_source_is_named(model: Path, tmp_path: Path, source: dict, words: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        Manifest.load(changed(model, tmp_path, lambda value: value["source"].update(source)))
+    assert words in str(caught.value)
+    assert "duck.json" in str(caught.value)
 
 
 def test_a_manifest_without_its_hash_is_refused(model: Path, tmp_path: Path) -> None:

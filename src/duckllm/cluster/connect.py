@@ -20,7 +20,7 @@ from duckllm.cluster.address import Address, is_loopback
 from duckllm.cluster.auth import authenticate_host
 from duckllm.cluster.frames import ControlChannel, PeerClosedError
 from duckllm.cluster.plan import WorkerPlan
-from duckllm.errors import AuthenticationError, ProtocolError, WorkerUnavailableError
+from duckllm.errors import AuthenticationError, ProtocolError, WorkerUnavailableError, show_value
 
 T = TypeVar("T")
 _MAX_FACT_CHARACTERS = 100  # of what a worker says of itself, which is shown to the user
@@ -170,17 +170,12 @@ def _text(answer: dict[str, Any], name: str, peer: str) -> str:
     value = answer.get(name)
     if not isinstance(value, str) or len(value) > _MAX_FACT_CHARACTERS or not value.isprintable():
         expected = f"a printable text of at most {_MAX_FACT_CHARACTERS} characters"
-        raise ProtocolError(f"{name} from {peer}: got {_shown(value)}, expected {expected}")
+        raise ProtocolError(f"{name} from {peer}: got {show_value(value)}, expected {expected}")
     return value
 
 
 def _count(answer: dict[str, Any], name: str, peer: str) -> int:
     value = answer.get(name)
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ProtocolError(f"{name} from {peer}: got {_shown(value)}, expected a whole number from 0")
+        raise ProtocolError(f"{name} from {peer}: got {show_value(value)}, expected a whole number from 0")
     return value
-
-
-def _shown(value: object) -> str:
-    text = ascii(value)
-    return text if len(text) <= 100 else text[:97] + "..."

@@ -6,16 +6,14 @@ Made by :mod:`duckllm.moe.placement`, sent by :mod:`duckllm.cluster.connect`, ob
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass
-from pathlib import PurePath
 from typing import Any
 
 from duckllm.config import WIRE_DTYPES
-from duckllm.errors import ProtocolError
+from duckllm.errors import ProtocolError, show_value
+from duckllm.weights.json_values import is_plain_name, is_sha256
 
 PLAN_FORMATS = ("fp9",)
-_HASH = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class WorkerPlan:
         if value.keys() != fields.keys():
             odd = sorted(value.keys() ^ fields.keys())
             raise ProtocolError(
-                f"plan: got missing or unknown fields {_shortened(odd)}, expected exactly {sorted(fields)}"
+                f"plan: got missing or unknown fields {show_value(odd)}, expected exactly {sorted(fields)}"
             )
         layers = value["layers"]
         _check("layers", layers, "a list of at least one layer", isinstance(layers, list) and layers)
@@ -130,22 +128,12 @@ def _layer_from_json(value: Any, num_stripes: int) -> LayerPlan:
     )
     layer, file, hashes = value["layer"], value["file"], value["stripe_sha256"]
     _check("layer", layer, "a whole number from 0", type(layer) is int and 0 <= layer < 1 << 31)
-    plain = isinstance(file, str) and 0 < len(file) <= 255 and file not in (".", "..")
-    _check("file", file, "a plain file name", plain and PurePath(file).name == file and "\0" not in file)
+    _check("file", file, "a plain file name", is_plain_name(file))
     whole = isinstance(hashes, list) and len(hashes) == num_stripes
-    _check("stripe_sha256", hashes, f"{num_stripes} SHA-256 in hex", whole and all(map(_is_hash, hashes)))
+    _check("stripe_sha256", hashes, f"{num_stripes} SHA-256 in hex", whole and all(map(is_sha256, hashes)))
     return LayerPlan(layer, file, tuple(hashes))
-
-
-def _is_hash(value: Any) -> bool:
-    return isinstance(value, str) and _HASH.fullmatch(value) is not None
 
 
 def _check(field: str, got: object, expected: str, good: object) -> None:
     if not good:
-        raise ProtocolError(f"plan {field}: got {_shortened(got)}, expected {expected}")
-
-
-def _shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else text[:97] + "..."
+        raise ProtocolError(f"plan {field}: got {show_value(got)}, expected {expected}")

@@ -7,15 +7,15 @@ folder and refuses what it does not understand, but no architecture.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from duckllm.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from duckllm.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError, show_value
 from duckllm.weights.files import model_errors
 from duckllm.weights.fp9 import SCALE_BLOCK, scale_shape
+from duckllm.weights.json_values import is_plain_name, parse_json_object
 from duckllm.weights.safetensors_file import TensorInfo, read_header
 
 FP8 = "F8_E4M3"
@@ -35,16 +35,10 @@ def load_json(path: Path) -> dict[str, Any]:
         CheckpointError: The file cannot be read or holds no JSON object.
     """
     try:
-        value = json.loads(path.read_bytes())
+        data = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: no valid JSON ({error})") from error
-    except RecursionError as error:
-        raise CheckpointError(f"{path}: no usable JSON (nested too deeply)") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: got a JSON {type(value).__name__}, expected an object")
-    return value
+    return parse_json_object(data, str(path))
 
 
 def list_names(names: list[str]) -> str:
@@ -144,11 +138,13 @@ def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
             )
         return read_header(files[0])
     weight_map = load_json(folder / _INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+    if not isinstance(weight_map, dict):
         raise CheckpointError(f"{folder / _INDEX}: weight_map: expected an object of file names")
     for file in weight_map.values():
-        if Path(file).name != file:
-            raise CheckpointError(f"{folder / _INDEX}: weight_map: got {file!r}, expected a plain file name")
+        if not is_plain_name(file):
+            raise CheckpointError(
+                f"{folder / _INDEX}: weight_map: got {show_value(file)}, expected a plain file name"
+            )
     files = sorted(folder / file for file in set(weight_map.values()))
     absent = [path.name for path in files if not path.is_file()]
     if absent:

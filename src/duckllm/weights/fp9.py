@@ -203,6 +203,21 @@ class QuantisationError:
         self.weights += other.weights
         return self
 
+    @classmethod
+    def from_json(cls, value: object) -> QuantisationError:
+        """What ``dataclasses.asdict`` made of one.
+
+        Raises:
+            ValueError: A sum is missing, unknown or no number.
+        """
+        if not isinstance(value, dict) or value.keys() != cls.__dataclass_fields__.keys():
+            raise ValueError(f"expected an object with {sorted(cls.__dataclass_fields__)}")
+        for name, got in value.items():
+            whole = name in ("flushed", "weights")
+            if type(got) is not int and (whole or type(got) is not float):
+                raise ValueError(f"{name}: expected a {'whole ' if whole else ''}number")
+        return cls(**value)
+
     @property
     def rms_relative(self) -> float:
         """Root mean square error over the root mean square of the source."""

@@ -10,13 +10,21 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
-from duckllm.errors import CheckpointError, ModelNotFoundError, WeightFormatError, WeightHashError
+from duckllm.errors import (
+    CheckpointError,
+    ModelNotFoundError,
+    WeightFormatError,
+    WeightHashError,
+    show_value,
+)
 from duckllm.weights.checkpoint import list_problems, load_json
 from duckllm.weights.files import hash_file, model_errors
-from duckllm.weights.fp9 import SCALE_BLOCK, num_stripes, unit_bytes
+from duckllm.weights.fp9 import SCALE_BLOCK, QuantisationError, num_stripes, unit_bytes
+from duckllm.weights.json_values import is_plain_name, is_sha256
 
 MANIFEST_FILE = "duck.json"
 FORMAT_VERSION = 1
@@ -24,7 +32,6 @@ FORMATS = ("fp9",)
 _NOT_HASHED = ("created_by", "model_hash", "source")
 _KINDS = (
     *((name, str, "a string") for name in ("architecture", "model_type", "created_by")),
-    *((name, str, "a SHA-256 in hex") for name in ("model_hash", "config_sha256")),
     ("source", dict, "an object"),
 )
 
@@ -114,16 +121,17 @@ class Manifest:
         value = load_json(path)
         _check_version(path, value)
         for name, kind, wanted in _KINDS:
-            if not isinstance(value.get(name), kind) or (name == "model_hash" and not value[name]):
-                raise CheckpointError(f"{path}: {name}: got {value.get(name)!r}, expected {wanted}")
+            if not isinstance(value.get(name), kind):
+                raise CheckpointError(f"{path}: {name}: got {show_value(value.get(name))}, expected {wanted}")
+        for name in ("model_hash", "config_sha256"):
+            if not is_sha256(value.get(name)):
+                got = show_value(value.get(name))
+                raise CheckpointError(f"{path}: {name}: got {got}, expected a SHA-256 in hex")
         try:
             manifest = cls(
                 folder=folder,
                 host_files={file: HostFile(**entry) for file, entry in value.pop("host_files").items()},
-                expert_layers={
-                    int(layer): ExpertLayer(**{**entry, "stripe_sha256": tuple(entry["stripe_sha256"])})
-                    for layer, entry in value.pop("expert_layers").items()
-                },
+                expert_layers=dict(starmap(_expert_layer, value.pop("expert_layers").items())),
                 block_size=tuple(value.pop("block_size")),
                 **value,
             )
@@ -240,14 +248,65 @@ def content_hash(value: Mapping[str, Any]) -> str:
 
 def _check_version(path: Path, value: Mapping[str, Any]) -> None:
     version, name = value.get("format_version"), value.get("format")
-    if version != FORMAT_VERSION:
-        raise WeightFormatError(f"{path}: format_version: got {version!r}, expected {FORMAT_VERSION}")
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise WeightFormatError(
+            f"{path}: format_version: got {show_value(version)}, expected {FORMAT_VERSION}"
+        )
     if name not in FORMATS:
-        raise WeightFormatError(f"{path}: format: got {name!r}, expected one of {', '.join(FORMATS)}")
+        raise WeightFormatError(
+            f"{path}: format: got {show_value(name)}, expected one of {', '.join(FORMATS)}"
+        )
+
+
+def _expert_layer(layer: str, entry: dict[str, Any]) -> tuple[int, ExpertLayer]:
+    if not (layer.isascii() and layer.isdigit() and len(layer) <= 9 and str(int(layer)) == layer):
+        raise ValueError(f"expert_layers: got {show_value(layer)}, expected the number of a layer")
+    return int(layer), ExpertLayer(**{**entry, "stripe_sha256": tuple(entry["stripe_sha256"])})
+
+
+def rounding_of(source: Mapping[str, Any]) -> dict[str, QuantisationError]:
+    """How far each expert file's weights were rounded, by file; empty where nothing was.
+
+    Args:
+        source: As in :class:`Manifest`.
+
+    Raises:
+        ValueError: Names what is malformed.
+    """
+    total = source.get("quantisation_error")
+    if total is None:
+        return {}
+    field = "source.quantisation_error"
+    files = total.get("files") if isinstance(total, dict) else None
+    if not isinstance(files, dict):
+        raise ValueError(f"{field}: got {show_value(total)}, expected null, or an object with files")
+    for name in ("rms_relative", "max_relative", "flushed", "weights"):
+        if type(total.get(name)) not in (int, float):
+            raise ValueError(f"{field}.{name}: got {show_value(total.get(name))}, expected a number")
+    errors = {}
+    for name, error in files.items():
+        try:
+            errors[name] = QuantisationError.from_json(error)
+        except ValueError as reason:
+            raise ValueError(f"{field}.files.{name}: {reason}") from None
+    return errors
+
+
+def _source_problems(source: Mapping[str, Any]) -> list[str]:
+    problems = [
+        f"source.{name}: got {show_value(source[name])}, expected a string"
+        for name in ("fingerprint", "dtype")
+        if not isinstance(source.get(name, ""), str)
+    ]
+    try:
+        rounding_of(source)
+    except ValueError as error:
+        problems.append(str(error))
+    return problems
 
 
 def _problems(manifest: Manifest) -> list[str]:
-    problems = []
+    problems = _source_problems(manifest.source)
     for name in (
         "hidden_size",
         "moe_intermediate_size",
@@ -257,7 +316,8 @@ def _problems(manifest: Manifest) -> list[str]:
         "unit_bytes",
     ):
         if type(getattr(manifest, name)) is not int or getattr(manifest, name) < 1:
-            return [f"{name}: got {getattr(manifest, name)!r}, expected a whole number of at least 1"]
+            got = show_value(getattr(manifest, name))
+            return [f"{name}: got {got}, expected a whole number of at least 1"]
     expected: dict[str, object] = {
         "num_stripes": num_stripes(manifest.moe_intermediate_size),
         "unit_bytes": unit_bytes(manifest.hidden_size),
@@ -265,23 +325,29 @@ def _problems(manifest: Manifest) -> list[str]:
     }
     for name, value in expected.items():
         if getattr(manifest, name) != value:
-            problems.append(f"{name}: got {getattr(manifest, name)}, expected {value}")
+            problems.append(f"{name}: got {show_value(getattr(manifest, name))}, expected {value}")
     if manifest.num_experts_per_tok > manifest.num_experts:
         problems.append(
             f"num_experts_per_tok: got {manifest.num_experts_per_tok}, "
             f"expected at most num_experts, {manifest.num_experts}"
         )
-    for file in [*manifest.host_files, *(entry.file for entry in manifest.expert_layers.values())]:
-        if not isinstance(file, str) or Path(file).name != file:
-            problems.append(f"files: got {file!r}, expected a plain file name")
+    files = [*manifest.host_files, *(entry.file for entry in manifest.expert_layers.values())]
+    odd = [file for file in files if not is_plain_name(file)]
+    problems += [f"files: got {show_value(file)}, expected a plain file name" for file in odd]
+    if not odd and len(set(files)) < len(files):
+        problems.append("files: got one of them twice, expected each once")
     entries: list[tuple[str, HostFile | ExpertLayer]] = list(manifest.host_files.items())
     entries += [(entry.file, entry) for entry in manifest.expert_layers.values()]
     for name, described in entries:
-        if type(described.bytes) is not int:
-            problems.append(f"{name}: bytes: got {described.bytes!r}, expected a whole number")
+        if type(described.bytes) is not int or described.bytes < 0:
+            got = show_value(described.bytes)
+            problems.append(f"{show_value(name)}: bytes: got {got}, expected a whole number from 0")
         hashes = described.stripe_sha256 if isinstance(described, ExpertLayer) else (described.sha256,)
-        if not all(isinstance(sha256, str) for sha256 in hashes):
-            problems.append(f"{name}: expected its SHA-256 in hex")
+        problems += [
+            f"{show_value(name)}: got {show_value(sha256)}, expected a SHA-256 in hex"
+            for sha256 in hashes
+            if not is_sha256(sha256)
+        ]
     for layer, entry in manifest.expert_layers.items():
         if len(entry.stripe_sha256) != manifest.num_stripes:
             problems.append(

@@ -17,7 +17,7 @@ from duckllm.errors import CheckpointError
 from duckllm.weights.checkpoint import load_json
 from duckllm.weights.files import hash_file, write_atomically
 from duckllm.weights.fp9 import QuantisationError
-from duckllm.weights.manifest import ExpertLayer, HostFile, Manifest
+from duckllm.weights.manifest import ExpertLayer, HostFile, Manifest, rounding_of
 from duckllm.weights.reader import UNITS
 from duckllm.weights.safetensors_file import TensorReader, read_header
 
@@ -60,9 +60,9 @@ class ProgressFile:
                 value["fingerprint"],
                 value["format"],
                 {name: _entry(entry) for name, entry in value["files"].items()},
-                {name: QuantisationError(**error) for name, error in value["errors"].items()},
+                {name: QuantisationError.from_json(error) for name, error in value["errors"].items()},
             )
-        except (AttributeError, KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path}: malformed; remove the folder to start afresh") from error
 
     @classmethod
@@ -70,8 +70,7 @@ class ProgressFile:
         """The state before ``duck.json`` was written, for a conversion whose files were damaged since."""
         entries: dict[str, Entry] = dict(manifest.host_files)
         entries |= {entry.file: entry for entry in manifest.expert_layers.values()}
-        rounded = manifest.source.get("quantisation_error") or {}
-        errors = {name: QuantisationError(**error) for name, error in rounded.get("files", {}).items()}
+        errors = rounding_of(manifest.source)
         return cls(manifest.folder, manifest.source["fingerprint"], manifest.format, entries, errors)
 
     def add(self, name: str, entry: Entry, error: QuantisationError | None) -> None:

@@ -23,6 +23,9 @@ DATA_ALIGNMENT = 4096
 def map_units(path: Path, shape: tuple[int, int, int]) -> np.memmap[tuple[int, ...], np.dtype[np.uint8]]:
     """The units of an expert file, mapped read-only.
 
+    A file that is truncated later takes the process with it (SIGBUS) when a lost page is touched: who changes
+    a model's file writes another one and renames it, as the converter does.
+
     Args:
         path: The file.
         shape: Experts, stripes, bytes of a unit, as the manifest says.
@@ -40,7 +43,10 @@ def map_units(path: Path, shape: tuple[int, int, int]) -> np.memmap[tuple[int, .
         raise CheckpointError(
             f"{path}: {UNITS}: data starts at {info.offset}, expected a multiple of {DATA_ALIGNMENT}"
         )
-    return np.memmap(path, np.uint8, mode="r", offset=info.offset, shape=shape)
+    try:
+        return np.memmap(path, np.uint8, mode="r", offset=info.offset, shape=shape)
+    except (OSError, ValueError) as error:  # replaced or truncated since its header was read
+        raise CheckpointError(f"{path}: cannot be mapped ({error})") from error
 
 
 def stripe_sha256(units: npt.NDArray[np.uint8], stripe: int) -> str:

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from duckllm.errors import CheckpointError
+from duckllm.errors import CheckpointError, show_value
+from duckllm.weights.json_values import parse_json_object
 
 DTYPE_BYTES = {
     "F64": 8,
@@ -81,15 +82,10 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                     f"{path}: the header says {length} bytes but the file holds {size}, "
                     "expected a whole safetensors file"
                 )
-            header = json.loads(file.read(length))
+            text = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: the safetensors header is no valid JSON ({error})") from error
-    except RecursionError as error:
-        raise CheckpointError(f"{path}: the safetensors header is nested too deeply") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: the safetensors header is no JSON object")
+    header = parse_json_object(text, f"{path}: the safetensors header")
     data_start = 8 + length
     tensors = {}
     for name, entry in header.items():
@@ -112,7 +108,7 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
         raise malformed
     if dtype not in DTYPE_BYTES:
         raise CheckpointError(
-            f"{path}: {name}: got dtype {dtype!r}, expected one of {', '.join(sorted(DTYPE_BYTES))}"
+            f"{path}: {name}: got dtype {show_value(dtype)}, expected one of {', '.join(sorted(DTYPE_BYTES))}"
         )
     expected = DTYPE_BYTES[dtype]
     for dimension in shape:
