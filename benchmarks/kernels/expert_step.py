@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -33,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "kernels"
 from expert_reference import Layer, expert_sums, pack, random_step
 
 from duckllm import _native
+from duckllm.bench.machine import commit, cpu_name
 from duckllm.config import available_cores
 
 
@@ -54,24 +53,6 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.top_k > arguments.experts:
         parser.error(f"--top-k: got {arguments.top_k}, expected at most --experts {arguments.experts}")
     return arguments
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":")[1].strip()
-    return platform.processor()
-
-
-def commit() -> str:
-    result = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return result.stdout.strip() or "unknown"
 
 
 def new_experts(arguments: argparse.Namespace, max_tokens: int) -> _native.Experts:

@@ -20,16 +20,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import resource
 import statistics
-import subprocess
 import time
 from pathlib import Path
 
 import numpy as np
 
 from duckllm import LLM, SamplingParams
+from duckllm.bench.machine import commit, cpu_name
 from duckllm.config import available_cores
 from duckllm.weights.host_tensors import HostTensors
 from duckllm.weights.manifest import Manifest
@@ -51,24 +50,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="replies measured for each number of workers")
     parser.add_argument("--wire-dtype", default="f32", choices=["f32", "bf16"])
     return parser.parse_args()
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":")[1].strip()
-    return platform.processor()
-
-
-def commit() -> str:
-    result = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return result.stdout.strip() or "unknown"
 
 
 def bytes_per_token(folder: Path) -> tuple[int, int]:
