@@ -156,6 +156,19 @@ def test_a_template_still_finds_what_it_looks_for_in_replies(thinking: Tokenizer
     assert ids.count(id_of(thinking, WIDE_USER)) == 2
 
 
+def test_a_special_token_is_text_even_where_the_template_looks_for_it(
+    demo_checkpoint: Path, tmp_path: Path
+) -> None:
+    template = (
+        "{% for m in messages %}{{ '<|user|>' }}{% if '<|eos|>' in m['content'] %}!{% endif %}"
+        "{{ m['content'] }}{% endfor %}"
+    )
+    ids = build(demo_checkpoint, tmp_path, template).apply_chat_template(
+        [{"role": "assistant", "content": "a<|eos|>b"}]
+    )
+    assert [each for each in ids if each in CONTROLS] == [USER]
+
+
 def test_what_only_normalisation_spells_is_refused(demo_checkpoint: Path, tmp_path: Path) -> None:
     tokenizer = build(demo_checkpoint, tmp_path, THINKING, normalizers.Lowercase())
     assert tokenizer.apply_chat_template(user("THINK"))
@@ -171,6 +184,9 @@ def test_other_texts_of_a_message_are_kept_apart_too(demo_checkpoint: Path, tmp_
     ids = tokenizer.apply_chat_template([message])  # type: ignore[list-item]
     assert [each for each in ids if each in CONTROLS] == [USER]
     assert tokenizer.decode(ids) == '<|eos|>[{"<|eos|>": {"role": "<|bos|>"}}, 3]'
+    message |= {"name": "", "tools": {"<|eos|>": 3}}
+    ids = tokenizer.apply_chat_template([message])  # type: ignore[list-item]
+    assert [each for each in ids if each in CONTROLS] == [USER]
 
 
 def test_which_added_tokens_steer() -> None:
