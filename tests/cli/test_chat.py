@@ -10,7 +10,7 @@ import pytest
 from fake_model import FakeInfo, FakeModel
 
 from duckllm.cli import chat as verb
-from duckllm.cli.common import describe_facts, describe_workers, parse_workers
+from duckllm.cli.common import Waiting, describe_facts, describe_workers, parse_workers
 from duckllm.cli.main import app, main
 from duckllm.errors import ConfigError, InWords
 from duckllm.outputs import RequestMetrics
@@ -256,6 +256,17 @@ def test_workers_that_are_neither(text: str) -> None:
 )
 def test_an_error_shows_the_ends_of_a_long_value(value: object, shown: str) -> None:
     assert str(ConfigError("field", value, "less")) == f"field: got {shown}, expected less"
+
+
+def test_the_spinner_shows_a_name_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither rich's markup nor what a terminal obeys is in it."""
+    monkeypatch.setenv("TERM", "xterm")
+    err = io.StringIO()
+    err.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", err)
+    with Waiting("Loading /[/b][red]m\x1b[2J", after_s=1000) as waiting:
+        waiting._show()
+    assert "Loading /[/b][red]m[2J" in err.getvalue()
 
 
 def test_facts_leave_out_what_is_unknown() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import duckllm.__main__ as duckllm_main
 from duckllm.cli import main as command
+from duckllm.errors import CheckpointError
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -92,6 +93,7 @@ def test_the_console_script_begins_where_the_module_does() -> None:
         (PermissionError(13, "Permission denied", b"/models/y"), 1, "/models/y: Permission denied"),
         (OSError(36, "File name too long", "n" * 4000), 1, "n" * 197 + "...: File name too long"),
         (OSError(5, "Input/output error"), 1, "Input/output error"),
+        (CheckpointError("a\x1b[2J\nb\x9b"), 1, "a[2J b"),
         (MemoryError(), 70, "internal error: MemoryError"),
         (RecursionError("too deep\nby far"), 70, "internal error: RecursionError: too deep"),
         (KeyError("x"), 70, "internal error: KeyError: 'x'"),
@@ -117,6 +119,7 @@ def test_whatever_goes_wrong_is_one_sentence(
     lines = capfd.readouterr().err.splitlines()
     assert end.value.code == code
     assert lines[-1].startswith(f"duckllm: {sentence}")
+    assert lines[-1].isprintable()
     assert ("please report it" in lines[-1]) == (code == 70)
     assert (lines[0] == "Traceback (most recent call last):") == debug
     assert debug or len(lines) == 1

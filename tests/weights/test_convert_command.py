@@ -47,6 +47,27 @@ def test_text_outcome_tells_how_far_weights_were_rounded(tmp_path: Path) -> None
     assert "verified" not in result.stdout
 
 
+# What rich would take for its markup, and for the name of an emoji.
+ODD_NAME = "[/b][red]model:duck:"
+
+
+def test_a_name_is_shown_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(tmp_path / ODD_NAME)
+    result = CliRunner().invoke(app, [ODD_NAME, "dst"])
+    assert result.exit_code == 0, result.output
+    assert f"Converting {ODD_NAME}\n" in result.stderr
+
+
+def test_the_bar_shows_a_name_as_it_is() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with ConsoleProgress(f"Converting {ODD_NAME}", console) as progress:
+        progress("[/i]layer.safetensors", 1, 2)
+    shown = console.file.getvalue()
+    assert f"Converting {ODD_NAME}" in shown
+    assert "[/i]layer" in shown
+
+
 def test_ctrl_c_tells_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_args: object, **_options: object) -> None:
         raise KeyboardInterrupt

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+from duckllm.cli.terminal import printable
 from duckllm.cluster.address import parse_address
 from duckllm.errors import ConfigError
 
@@ -131,8 +132,11 @@ class Waiting:
 
     def _show(self) -> None:
         from rich.console import Console
+        from rich.text import Text
 
+        # As Text: a folder's name may hold what rich takes for its markup.
+        text = Text(printable(self._text))
         with self._lock:
             if not self._over:
-                self._status = Console(file=sys.stderr).status(self._text)
+                self._status = Console(file=sys.stderr).status(text)
                 self._status.start()

@@ -6,12 +6,12 @@ Mounted by cli/main.py, which turns errors of ours into one line and an exit cod
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from duckllm.cli.terminal import keys_unseen
 from duckllm.weights.checkpoint import load_json
@@ -46,9 +46,7 @@ def convert(
                 src, dst, weight_format=weight_format, verify=verify, progress=progress
             )
     except KeyboardInterrupt:
-        Console(stderr=True).print(
-            f"Stopped. The same command goes on where {dst} is now.", soft_wrap=True, highlight=False
-        )
+        print(f"Stopped. The same command goes on where {dst} is now.", file=sys.stderr)
         raise typer.Exit(130) from None
     outcome = summary(manifest, verify, time.monotonic() - start_s)
     print(json.dumps(outcome) if as_json else describe(outcome))

@@ -18,6 +18,7 @@ from duckllm import __version__
 from duckllm.cli import chat as chat_verb
 from duckllm.cli.bench import bench
 from duckllm.cli.convert import convert
+from duckllm.cli.terminal import printable
 from duckllm.cli.worker import worker
 from duckllm.errors import DuckError
 
@@ -107,7 +108,8 @@ def _report(error: Exception) -> int:
     try:
         if os.environ.get("DUCKLLM_DEBUG") == "1":
             traceback.print_exception(error)
-        print(f"duckllm: {sentence}", file=sys.stderr, flush=True)
+        # A file of a model may have put anything into it: nothing that a terminal obeys, and no second line.
+        print(f"duckllm: {printable(sentence).replace(chr(10), ' ')}", file=sys.stderr, flush=True)
     except OSError:
         pass  # nowhere left to say it: the exit code does
     return code

@@ -53,11 +53,13 @@ class ConsoleProgress:
             # One line however long the title is: a bar of two lines would be left behind in part.
             title = Column(ratio=1, no_wrap=True, overflow="ellipsis")
             columns = (
-                TextColumn("{task.description}", table_column=title),
+                TextColumn("{task.description}", markup=False, table_column=title),
                 BarColumn(bar_width=10),
                 DownloadColumn(table_column=Column(no_wrap=True)),
                 TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
-                TextColumn("{task.fields[stage]}", table_column=Column(no_wrap=True, max_width=23)),
+                TextColumn(
+                    "{task.fields[stage]}", markup=False, table_column=Column(no_wrap=True, max_width=23)
+                ),
             )
             self._bar = Progress(*columns, console=self._console, transient=True, expand=True)
             self._task = self._bar.add_task(self._title, total=total, completed=done, stage=stage)
@@ -67,7 +69,7 @@ class ConsoleProgress:
     def _print(self, stage: str, done: int, total: int) -> None:
         now_s = time.monotonic()
         if not self._stage:
-            self._console.print(self._title, soft_wrap=True, highlight=False)
+            self._print_line(self._title)
             self._first_s, self._first_done = now_s, done
             self._last_line_s = now_s
         self._stage = stage
@@ -77,4 +79,8 @@ class ConsoleProgress:
         gained = done - self._first_done
         left = f", {(total - done) * (now_s - self._first_s) / gained:.0f} s left" if gained > 0 else ""
         line = f"{self._title}: {done / 1e9:.2f} of {total / 1e9:.2f} GB{left} ({stage})"
-        self._console.print(line, soft_wrap=True, highlight=False)
+        self._print_line(line)
+
+    def _print_line(self, line: str) -> None:
+        """Prints a line as it is: a folder's name may hold what rich takes for its markup, as ``[/b]``."""
+        self._console.print(line, soft_wrap=True, highlight=False, markup=False, emoji=False)
