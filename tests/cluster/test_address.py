@@ -51,6 +51,8 @@ def test_good(text: str, expected: Address) -> None:
             "http://a:5",
         ),
         "u@a:5",
+        "a\0b:5",
+        "a\x1b[2Jb:5",
     ],
 )
 def test_bad_names_the_entry(text: str) -> None:

@@ -103,6 +103,15 @@ def test_a_start_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {child.pid for child in psutil.Process().children()} == before
 
 
+def test_nowhere_to_keep_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(local.tempfile, "TemporaryFile", fail)
+    with pytest.raises(WorkerUnavailableError, match=r"could not be started: No usable temporary directory"):
+        LocalCluster(ClusterConfig(workers=1))
+
+
 def test_a_worker_that_does_not_listen_to_reason_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "CLOSE_TIMEOUT_S", 0.1)
     with LocalCluster(ClusterConfig(workers=2)) as cluster:

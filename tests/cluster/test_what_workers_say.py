@@ -11,8 +11,10 @@ import pytest
 
 from duckllm import _native
 from duckllm._native import ErrorCode, FrameType
+from duckllm.cluster import connect as connect_module
+from duckllm.cluster.address import Address
 from duckllm.cluster.connect import Connection
-from duckllm.errors import ModelNotFoundError, ProtocolError, WorkerLostError
+from duckllm.errors import ModelNotFoundError, ProtocolError, WorkerLostError, WorkerUnavailableError
 from duckllm.transport.transport import Transport
 from worker_harness import fake_worker, frame
 
@@ -32,6 +34,13 @@ def test_the_facts_of_a_worker() -> None:
         connection.close()
     facts = {name: getattr(connection.info, name) for name in HELLO}
     assert facts == HELLO
+
+
+def test_a_connection_that_is_reset_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as never_connected:
+        monkeypatch.setattr(connect_module, "_open_socket", lambda address, timeout_s: never_connected)
+        with pytest.raises(WorkerUnavailableError, match=r"worker a:5 is not available: .*not connected"):
+            Connection(Address("a", 5), None, 5.0)
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,22 @@ def test_verify_finds_files_whose_hash_differs(tmp_path: Path, name: str) -> Non
         convert(tmp_path / "src", tmp_path / "dst", verify=True)
 
 
+def test_verify_finds_a_tensor_that_the_source_has_not(tmp_path: Path) -> None:
+    from duckllm.weights.convert import convert
+
+    make_checkpoint(tmp_path / "src")
+    convert(tmp_path / "src", tmp_path / "dst")
+    path = tmp_path / "dst/host-other.safetensors"
+    data = path.read_bytes().replace(b'"model.norm.weight"', b'"model.norm.height"')
+    path.write_bytes(data)
+    value = json.loads((tmp_path / "dst/duck.json").read_text())
+    value["host_files"][path.name]["sha256"] = hashlib.sha256(data).hexdigest()
+    value["model_hash"] = content_hash(value)
+    (tmp_path / "dst/duck.json").write_text(json.dumps(value))
+    with pytest.raises(WeightHashError, match=r"model\.norm\.height: got a tensor that the source has not"):
+        convert(tmp_path / "src", tmp_path / "dst", verify=True)
+
+
 def test_plain_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 10.0, 15.0, 20.0])
     monkeypatch.setattr(console_module.time, "monotonic", lambda: next(clock))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from duckllm.errors import CheckpointError, ModelNotFoundError, WeightHashError
 from duckllm.weights import fp9
 from duckllm.weights.convert import convert
 from duckllm.weights.host_tensors import HostTensors
-from duckllm.weights.manifest import Manifest
+from duckllm.weights.manifest import Manifest, content_hash
 
 
 def converted(tmp_path: Path, **options: object) -> tuple[RandomCheckpoint, HostTensors]:
@@ -123,3 +124,24 @@ def test_a_changed_byte_of_a_host_file_is_noticed(tmp_path: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(WeightHashError, match=r"host-00001\.safetensors: got SHA-256 [0-9a-f]+, expected"):
         HostTensors(tmp_path / "dst").get("model.layers.1.input_layernorm.weight")
+
+
+def test_a_file_that_only_our_own_reader_takes(tmp_path: Path) -> None:
+    converted(tmp_path)
+    path = tmp_path / "dst/host-other.safetensors"
+    data = path.read_bytes() + b"\0"  # behind the last tensor
+    path.write_bytes(data)
+    value = json.loads((tmp_path / "dst/duck.json").read_text())
+    value["host_files"][path.name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+    value["model_hash"] = content_hash(value)
+    (tmp_path / "dst/duck.json").write_text(json.dumps(value))
+    tensors = HostTensors(tmp_path / "dst")
+    with pytest.raises(CheckpointError, match=r"host-other\.safetensors: cannot be read \("):
+        tensors.get("model.norm.weight")
+
+
+def test_a_file_that_is_gone_when_it_is_wanted(tmp_path: Path) -> None:
+    _, tensors = converted(tmp_path)
+    (tmp_path / "dst/host-other.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"host-other\.safetensors: cannot be read \(No such file"):
+        tensors.get("model.norm.weight")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,20 @@ def test_names_that_are_too_long(tmp_path: Path) -> None:
             call(long)
     with pytest.raises(ConfigError, match=r"dst: .*File name too long"):
         convert(tmp_path / "src", long)
+
+
+def test_a_destination_that_links_to_itself(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "src")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(ConfigError, match=r"dst: got '.*loop', expected a folder that can be written \("):
+        convert(tmp_path / "src", tmp_path / "loop")
+
+
+def test_a_pipe_is_no_file_of_a_model(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read \(not a regular file\)"):
+        Checkpoint.open(tmp_path)
 
 
 def test_a_home_of_nobody() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from random_checkpoint import make_checkpoint
 
-from duckllm.errors import CheckpointError, ModelNotFoundError
+from duckllm.errors import CheckpointError, ConfigError, ModelNotFoundError
 from duckllm.weights.convert import convert
 from duckllm.weights.manifest import Manifest
 from duckllm.weights.resolve import cache_folder, resolve_model
@@ -98,6 +98,14 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cache_folder() == tmp_path / "home/.cache/duckllm/models"
+
+    def no_home() -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(ConfigError) as caught:
+        cache_folder()
+    assert str(caught.value) == "DUCKLLM_CACHE_DIR: got None, expected a folder, as this user has no home"
 
 
 def test_processes_that_start_together_share_one_conversion(cache: Path) -> None:

@@ -47,7 +47,7 @@ def parse_address(text: str, field: str = "addresses", *, allow_port_0: bool = F
     elif ":" in name:
         raise ConfigError(field, text, expected, "an IPv6 address goes in brackets: [::1]:port")
     else:
-        well_formed = bool(name) and not any(c.isspace() or c in "/[]@" for c in name)
+        well_formed = bool(name) and not any(c.isspace() or not c.isprintable() or c in "/[]@" for c in name)
     digits = port.isascii() and port.isdigit() and len(port) <= 5
     if not (colon and well_formed and digits and lowest <= int(port) <= 65535):
         raise ConfigError(field, text, expected)

@@ -71,7 +71,7 @@ class Connection:
         self._timeout_s = timeout_s
         self._socket = _open_socket(address, timeout_s)
         try:
-            if token is None and not is_loopback(self._socket.getpeername()[0]):
+            if token is None and not is_loopback(_peer_ip(self._socket, address)):
                 raise AuthenticationError(
                     f"cluster_token: got none, expected one, as worker {address} is beyond loopback"
                 )
@@ -164,6 +164,13 @@ def _open_socket(address: Address, timeout_s: float) -> socket.socket:
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise WorkerUnavailableError(f"worker {address} is not available: {reason}") from error
+
+
+def _peer_ip(connection: socket.socket, address: Address) -> str:
+    try:
+        return str(connection.getpeername()[0])
+    except OSError as error:  # reset already
+        raise WorkerUnavailableError(f"worker {address} is not available: {error.strerror}") from error
 
 
 def _text(answer: dict[str, Any], name: str, peer: str) -> str:

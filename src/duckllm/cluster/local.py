@@ -108,7 +108,10 @@ def _spawn(config: ClusterConfig, token: str) -> _Child:
         *("--listen", "127.0.0.1:0", "--json", "--exit-with-stdin"),
         *("--threads", str(threads), "--spin-us", str(spin_us)),
     ]
-    stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
+    try:
+        stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
+    except OSError as error:
+        raise WorkerUnavailableError(f"a local worker could not be started: {error}") from error
     try:
         # A session of its own: Ctrl-C at the terminal stops the host's reply, not its workers.
         process = subprocess.Popen(

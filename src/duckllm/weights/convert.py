@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -147,7 +148,8 @@ def _convert_locked(
 def _check_places(source: Path, destination: Path) -> None:
     if destination.exists() and not destination.is_dir():
         raise ConfigError("dst", str(destination), "a folder, or a name that is free")
-    inside, outside = destination.resolve(), source.resolve()
+    # Path.resolve() would not turn a loop of links into an OSError.
+    inside, outside = Path(os.path.realpath(destination)), Path(os.path.realpath(source))
     if inside == outside or outside in inside.parents:
         raise ConfigError("dst", str(destination), f"a folder outside the source, {source}")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from duckllm.errors import CheckpointError
 from duckllm.weights.checkpoint import FP8, SCALE_SUFFIXES, list_problems, scale_problems
@@ -57,13 +57,13 @@ class HostTensors:
         """A tensor as it is stored. Its file is hashed when it is first opened.
 
         Raises:
-            CheckpointError: There is no such tensor.
+            CheckpointError: There is no such tensor, or its file cannot be read.
             WeightHashError: Its file is not what the manifest says.
         """
         info = self._info(name)
         if info.path not in self._open:
             _verify_once(info.path, self._sha256[info.path])
-            self._open[info.path] = safe_open(info.path, framework="pt")
+            self._open[info.path] = _open_file(info.path)
         tensor: torch.Tensor = self._open[info.path].get_tensor(name)
         return tensor
 
@@ -95,9 +95,19 @@ class HostTensors:
         return next(f"{name}.{suffix}" for suffix in SCALE_SUFFIXES if f"{name}.{suffix}" in self._infos)
 
 
+def _open_file(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:  # it asks more of a file than our own reader
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+
+
 def _verify_once(path: Path, expected: str) -> None:
     """Hashes a file, unless this process has found the very same file to be right before."""
-    stat = path.stat()
+    try:
+        stat = path.stat()
+    except OSError as error:  # gone since its header was read
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, expected)
     if identity not in _VERIFIED:
         check_sha256(path, expected)

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from duckllm.demo import CHECKPOINT
-from duckllm.errors import ModelNotFoundError
+from duckllm.errors import ConfigError, ModelNotFoundError
 from duckllm.weights.checkpoint import Checkpoint
 from duckllm.weights.console import ConsoleProgress
 from duckllm.weights.convert import Progress, convert
@@ -23,12 +23,19 @@ DEMO_NAME = "duck-demo"
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept: ``$DUCKLLM_CACHE_DIR``, or ``~/.cache/duckllm/models``."""
+    """Where converted models are kept: ``$DUCKLLM_CACHE_DIR``, or ``~/.cache/duckllm/models``.
+
+    Raises:
+        ConfigError: Nothing names a folder, and this user has no home.
+    """
     named = os.environ.get(CACHE_VARIABLE)
     if named:
         return Path(named)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "duckllm" / "models"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "duckllm" / "models"
+    except RuntimeError as error:
+        raise ConfigError(CACHE_VARIABLE, None, "a folder, as this user has no home") from error
 
 
 def resolve_model(model: str | Path | None, progress: Progress | None = None) -> Path:

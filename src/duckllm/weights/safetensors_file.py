@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -71,7 +72,10 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         CheckpointError: The file cannot be read, is truncated, or its header is malformed.
     """
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{path}: cannot be read (not a regular file)")
+        size = status.st_size
         with path.open("rb") as file:
             start = file.read(8)
             if len(start) < 8:

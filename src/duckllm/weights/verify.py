@@ -13,9 +13,8 @@ from functools import partial
 from duckllm.errors import WeightHashError
 from duckllm.weights.architectures import ModelLayout
 from duckllm.weights.checkpoint import Checkpoint
-from duckllm.weights.files import hash_file
 from duckllm.weights.fp9 import unpack_expert_units
-from duckllm.weights.manifest import Manifest
+from duckllm.weights.manifest import Manifest, check_sha256
 from duckllm.weights.pack import ahead_of
 from duckllm.weights.progress_file import expert_hashes
 from duckllm.weights.reader import UNITS
@@ -38,10 +37,10 @@ def verify_conversion(
     total = sum(entry.bytes for entry in manifest.host_files.values())
     total += sum(entry.bytes for entry in manifest.expert_layers.values())
     done = 0
-    _check_hash(manifest, "config.json", manifest.config_sha256)
+    manifest.check_config()
     with TensorReader() as reader:
         for name, host_entry in manifest.host_files.items():
-            _check_hash(manifest, name, host_entry.sha256)
+            check_sha256(manifest.folder / name, host_entry.sha256)
             _compare_host_file(checkpoint, manifest, name, reader)
             done += host_entry.bytes
             report(f"verifying {name}", done, total)
@@ -55,16 +54,12 @@ def verify_conversion(
                 report(f"verifying {entry.file}", done, total)
 
 
-def _check_hash(manifest: Manifest, name: str, expected: str) -> None:
-    got = hash_file(manifest.folder / name)
-    if got != expected:
-        raise WeightHashError(f"{manifest.folder / name}: got SHA-256 {got}, expected {expected}")
-
-
 def _compare_host_file(checkpoint: Checkpoint, manifest: Manifest, name: str, reader: TensorReader) -> None:
     path = manifest.folder / name
     for tensor, info in read_header(path).items():
-        source = checkpoint.tensors[tensor]
+        source = checkpoint.tensors.get(tensor)
+        if source is None:
+            raise WeightHashError(f"{path}: {tensor}: got a tensor that the source has not")
         same = (info.dtype, info.shape) == (source.dtype, source.shape)
         if not same or (reader.read(info) != reader.read(source)).any():
             raise WeightHashError(f"{path}: {tensor}: differs from the source")
