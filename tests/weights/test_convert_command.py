@@ -115,7 +115,10 @@ def test_verify_finds_files_whose_hash_differs(tmp_path: Path, name: str) -> Non
 
 
 def test_verify_finds_a_tensor_that_the_source_has_not(tmp_path: Path) -> None:
+    import hashlib
+
     from duckllm.weights.convert import convert
+    from duckllm.weights.manifest import content_hash
 
     make_checkpoint(tmp_path / "src")
     convert(tmp_path / "src", tmp_path / "dst")
