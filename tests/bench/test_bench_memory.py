@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from duckllm.bench.machine import (
     ASSUMED_LLC_BYTES,
     Caches,
+    LoadMeter,
+    OtherLoad,
     available_memory_bytes,
     parse_cache_size,
     read_caches,
@@ -100,3 +103,24 @@ def test_cache_sizes_are_read() -> None:
 def test_the_memory_available_is_no_more_than_there_is() -> None:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 0 < available_memory_bytes() < total
+
+
+def test_the_meter_counts_what_others_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = os.sysconf("SC_CLK_TCK")
+    clock, own = [100.0], [3.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(os, "times", lambda: SimpleNamespace(user=own[0], system=1.0))
+
+    def write(
+        user: int, nice: int, system: int, idle: int, iowait: int, irq: int, soft: int, steal: int
+    ) -> None:
+        fields = " ".join(str(each * ticks) for each in (user, nice, system, idle, iowait, irq, soft, steal))
+        (tmp_path / "stat").write_text(f"cpu  {fields} 0 0\ncpu0 {fields} 0 0\n")
+
+    write(10, 0, 10, 500, 0, 0, 0, 7)
+    meter = LoadMeter(tmp_path / "stat")
+    write(18, 1, 13, 900, 50, 1, 1, 9)  # 14 seconds busy, 2 stolen
+    clock[0], own[0] = 104.0, 9.0  # of 4 seconds; 6 of the 14 are our own
+    assert meter.read() == OtherLoad(programs=2.0, hypervisor=0.5)
+    own[0] = 30.0
+    assert meter.read().programs == 0

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from duckllm import _native
 from duckllm.bench import roofline as module
 from duckllm.bench.ceilings import Ceiling, Spread
-from duckllm.bench.machine import Caches
+from duckllm.bench.machine import Caches, OtherLoad
 from duckllm.bench.plot import check_plot, draw_roofline, write_plot
 from duckllm.bench.points import Point
 from duckllm.bench.report import print_roofline
@@ -49,7 +49,7 @@ def canned() -> Roofline:
     def fma(threads: int, isa: str, rate: float) -> Ceiling:
         return Ceiling("fma", "registers", threads, isa, "GFLOP/s", {"chains": Spread(rate, rate, rate)})
 
-    roofline = Roofline(RooflineConfig(), 256 << 20, Caches(1 << 20, 32 << 20), 2, 0.5)
+    roofline = Roofline(RooflineConfig(), 256 << 20, Caches(1 << 20, 32 << 20), 2)
     roofline.ceilings.extend([
         memory(1, "cold", 90, True), memory(2, "cold", 40.5, True), memory(2, "cold", 39, False),
         memory(2, "l2", 250, True), memory(2, "cold", 77, True, "memset"),
@@ -70,13 +70,26 @@ def test_roofs_are_the_best_pages_of_the_most_threads() -> None:
 
 def test_a_footprint_that_fits_in_the_cache_is_not_called_cold() -> None:
     def notes(size_bytes: int, caches: Caches) -> list[str]:
-        return Roofline(RooflineConfig(), size_bytes, caches, 1, 0.0).notes
+        return Roofline(RooflineConfig(), size_bytes, caches, 1).notes
 
     assert notes(4 << 20, Caches(1, 1 << 20)) == []
     [note] = notes(3 << 20, Caches(1, 1 << 20))
     assert note.startswith("NOT COLD: the footprint is 3.00 times the last-level cache")
     [note] = notes(4 << 20, Caches(1, 1 << 20, "assumed"))
     assert "assumed" in note
+
+
+def test_a_run_that_was_not_alone_says_so() -> None:
+    def notes(programs: float, hypervisor: float) -> list[str]:
+        load = OtherLoad(programs, hypervisor)
+        return Roofline(RooflineConfig(), 4 << 20, Caches(1, 1 << 20), 2, other_load=load).notes
+
+    assert notes(0.09, 0) == []
+    [note] = notes(0.5, 0.25)
+    assert note.startswith(
+        "NOT ALONE: meanwhile other programs used 0.50 cores and other virtual machines took"
+    )
+    assert len(notes(0, 0.2)) == 1
 
 
 @pytest.mark.parametrize(
@@ -139,13 +152,14 @@ def test_the_command_prints_json_and_draws(tmp_path: Path) -> None:
     [line] = done.stdout.splitlines()
     result = json.loads(line)
     assert set(result) == {
-        "benchmark", "commit", "date", "cpu", "cores", "kernel", "caches", "load_average", "threads", "isa",
-        "size", "repeats", "huge_pages", "size_per_llc", "verified", "ceilings", "roofs", "points", "notes",
+        "benchmark", "commit", "date", "cpu", "cores", "kernel", "caches", "other_load_cores", "threads",
+        "isa", "size", "repeats", "huge_pages", "size_per_llc", "verified", "ceilings", "roofs", "points", "notes",
         "caveats",
     }  # fmt: skip
     assert (result["benchmark"], result["threads"], result["size"]) == ("roofline", [1], 4 << 20)
     assert (result["repeats"], result["huge_pages"], result["verified"]) == (9, "off", True)
     assert result["caveats"] == list(CAVEATS)
+    assert set(result["other_load_cores"]) == {"programs", "hypervisor"}
     for ceiling in result["ceilings"]:
         assert set(ceiling) == {
             "operation", "state", "threads", "isa", "huge_pages", "huge_page_share", "footprint_bytes",
@@ -228,6 +242,12 @@ def test_a_picture_of_roofs_alone_can_be_read_again(tmp_path: Path) -> None:
     pixels = imread(path)
     assert pixels.shape[:2] == (900, 1350)
     assert pixels[..., :3].std() > 0.01
+
+
+def test_a_picture_takes_no_folders_place(tmp_path: Path) -> None:
+    (tmp_path / "roof.png").mkdir()
+    with pytest.raises(ConfigError, match="expected a file in a folder that exists"):
+        check_plot(tmp_path / "roof.png")
 
 
 def test_without_matplotlib_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

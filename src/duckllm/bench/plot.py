@@ -29,7 +29,7 @@ def check_plot(path: Path) -> None:
     """
     if path.suffix != ".png":
         raise ConfigError("plot", str(path), "a file name that ends in .png")
-    if not path.parent.is_dir():
+    if path.is_dir() or not path.parent.is_dir():
         raise ConfigError("plot", str(path), "a file in a folder that exists")
     try:
         import matplotlib  # noqa: F401

@@ -20,7 +20,7 @@ def print_roofline(roofline: Roofline, console: Console) -> None:
     caches = roofline.caches
     console.print(
         f"{cpu_name()}, {roofline.cores} cores, L2 {_size(caches.l2_bytes)} a core, "
-        f"last-level cache {_size(caches.llc_bytes)}, load {roofline.load_average:.1f}, commit {commit()}"
+        f"last-level cache {_size(caches.llc_bytes)}, commit {commit()}"
     )
     console.print(
         f"Cold footprint {_size(roofline.size_bytes)}, {roofline.size_per_llc:.1f} times the last-level "

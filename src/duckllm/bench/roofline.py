@@ -6,10 +6,9 @@ Called by cli/bench.py. Puts ceilings.py and points.py together; knows no termin
 from __future__ import annotations
 
 import datetime
-import os
 import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from duckllm import _native
 from duckllm.bench.ceilings import (
@@ -20,7 +19,15 @@ from duckllm.bench.ceilings import (
     fma_ceilings,
     memory_ceilings,
 )
-from duckllm.bench.machine import Caches, available_memory_bytes, commit, cpu_name, read_caches
+from duckllm.bench.machine import (
+    Caches,
+    LoadMeter,
+    OtherLoad,
+    available_memory_bytes,
+    commit,
+    cpu_name,
+    read_caches,
+)
 from duckllm.bench.points import DEEPSEEK_CUT_32_WAYS, Point, expert_points
 from duckllm.config import available_cores
 from duckllm.errors import ConfigError, InWords
@@ -29,6 +36,8 @@ HUGE_PAGES = {"both": (True, False), "on": (True,), "off": (False,)}
 MOST_REPEATS = 10_000
 # Below this many last-level caches, what is called cold may still be cached.
 COLD_FROM_LLCS = 4
+# What a machine that does nothing else uses of its cores.
+QUIET_CORES = 0.1
 
 CAVEATS = (
     "A rate is the effective logical one: bytes that a loop asks for, over its time. It is not what passes "
@@ -39,8 +48,8 @@ CAVEATS = (
     "of a last-level cache that is not its own, or not all of it.",
     "A ceiling is the best median of a few loops that are named: a bound from below for what the machine can "
     "do, never from above.",
-    "Other programs and other virtual machines share the memory and the clock: look at the spread, and at "
-    "the load when it began. Threads are not pinned.",
+    "Other programs and other virtual machines share the memory and the clock: look at the spread. "
+    "Threads are not pinned.",
     "Multiply-adds run in registers on no data; scalar is SSE2 with a multiplication and an addition.",
     "A kernel's bytes are its weights alone; its rows all choose the same experts, and its time is that of "
     "a call from Python.",
@@ -115,9 +124,9 @@ class Roofline:
     size_bytes: int
     caches: Caches
     cores: int
-    load_average: float
     ceilings: list[Ceiling] = field(default_factory=list)
     points: list[Placed] = field(default_factory=list)
+    other_load: OtherLoad = field(default=OtherLoad(0.0, 0.0))
 
     @property
     def size_per_llc(self) -> float:
@@ -135,6 +144,11 @@ class Roofline:
             )
         if self.caches.source == "assumed":
             notes.append("The system does not tell the sizes of its caches: they are assumed.")
+        if self.other_load.programs + self.other_load.hypervisor > QUIET_CORES:
+            notes.append(
+                f"NOT ALONE: meanwhile other programs used {self.other_load.programs:.2f} cores and other "
+                f"virtual machines took {self.other_load.hypervisor:.2f}; the fastest samples say more then."
+            )
         return notes
 
     def memory_roofs(self) -> dict[str, float]:
@@ -164,7 +178,7 @@ class Roofline:
             "cores": self.cores,
             "kernel": platform.release(),
             "caches": asdict(self.caches),
-            "load_average": round(self.load_average, 2),
+            "other_load_cores": _rounded(asdict(self.other_load)),
             **asdict(self.config),
             "threads": sorted({ceiling.threads for ceiling in self.ceilings}),
             "size": self.size_bytes,
@@ -242,7 +256,8 @@ def measure_roofline(config: RooflineConfig, caches: Caches | None = None) -> Ro
         raise ConfigError("size", got, f"at least {least} bytes")
     huge_pages = HUGE_PAGES[config.huge_pages]
     isa = _native.select_isa() if config.isa == "auto" else config.isa
-    roofline = Roofline(config, size_bytes, caches, cores, os.getloadavg()[0])
+    meter = LoadMeter()
+    roofline = Roofline(config, size_bytes, caches, cores)
     for threads in counts:
         for huge in huge_pages:
             roofline.ceilings.extend(memory_ceilings(threads, size_bytes, isa, huge, config.repeats, caches))
@@ -257,4 +272,4 @@ def measure_roofline(config: RooflineConfig, caches: Caches | None = None) -> Ro
         shape=DEEPSEEK_CUT_32_WAYS,
     ):
         roofline.points.append(Placed(point, ceiling.rate.median))
-    return roofline
+    return replace(roofline, other_load=meter.read())
