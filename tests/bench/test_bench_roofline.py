@@ -153,8 +153,8 @@ def test_the_command_prints_json_and_draws(tmp_path: Path) -> None:
     result = json.loads(line)
     assert set(result) == {
         "benchmark", "commit", "date", "cpu", "cores", "kernel", "caches", "other_load_cores", "threads",
-        "isa", "size", "repeats", "huge_pages", "size_per_llc", "verified", "ceilings", "roofs", "points", "notes",
-        "caveats",
+        "isa", "size", "repeats", "huge_pages", "size_per_llc", "verified", "ceilings", "roofs",
+        "points", "notes", "caveats",
     }  # fmt: skip
     assert (result["benchmark"], result["threads"], result["size"]) == ("roofline", [1], 4 << 20)
     assert (result["repeats"], result["huge_pages"], result["verified"]) == (9, "off", True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ from duckllm import _native
 from duckllm.bench import ceilings as module
 from duckllm.bench.ceilings import (
     Ceiling,
+    MemoryCeilings,
     Spread,
     default_size_bytes,
     fma_ceilings,
@@ -80,63 +82,119 @@ def test_multiply_adds_are_measured_on_every_isa() -> None:
 
 
 class FakeLoops:
-    """Native loops of which one does not do its work, or that keep a diary."""
+    """Native loops with a clock that says 1 GB/s, a diary, and one loop that leaves something out.
+
+    The clock says twice the time for the sample before the first one of a hot measurement.
+    """
 
     variants = staticmethod(_native.CeilingLoops.variants)
 
     def __init__(self, threads: int, isa: str = "auto", idle: str = "") -> None:
         self._loops, self._idle = _native.CeilingLoops(threads, isa), idle
         self.reads: list[tuple[str, int]] = []
+        self.passes: dict[str, list[tuple[int, int]]] = {}
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._loops, name)
 
+    def _clock(self, loop: str, num_bytes: int, passes: int = 1, warm: int = 0) -> float:
+        calls = self.passes.setdefault(loop, [])
+        calls.append((passes, warm))
+        first_hot = warm > 0 and len([1 for _, before in calls if before]) == 1
+        return num_bytes * passes / 1e9 * (2 if first_hot else 1)
+
     def read(self, variant: str, data: np.ndarray, *passes: int) -> tuple[float, int]:
         self.reads.append((variant, data.ctypes.data))
         _, checksum = self._loops.read(variant, data, *passes)
-        return 1e-3, checksum ^ (self._idle == f"read/{variant}")
+        seconds = self._clock(f"read/{variant}", data.nbytes, *passes)
+        return seconds, checksum ^ (self._idle == f"read/{variant}")
 
     def fill(self, variant: str, data: np.ndarray, value: int, *passes: int) -> float:
-        data = data[: -self.granule_bytes] if self._idle == f"fill/{variant}" else data
-        return self._loops.fill(variant, data, value, *passes)
+        part = data[: -self.granule_bytes] if self._idle == f"fill/{variant}" else data
+        self._loops.fill(variant, part, value, *passes)
+        return self._clock(f"fill/{variant}", data.nbytes, *passes)
 
     def copy(self, variant: str, to: np.ndarray, source: np.ndarray, *passes: int) -> float:
         skipped = self.granule_bytes if self._idle == f"copy/{variant}" else 0
-        return self._loops.copy(variant, to[skipped:], source[skipped:], *passes)
+        self._loops.copy(variant, to[skipped:], source[skipped:], *passes)
+        return self._clock(f"copy/{variant}", to.nbytes, *passes)
 
     def fma(self, steps: int) -> tuple[float, float]:
         seconds, total = self._loops.fma(steps)
         return seconds, total - (self._idle == "fma/scalar")
 
 
-@pytest.mark.parametrize(
-    "idle",
-    [f"{op}/{name}" for op in ("read", "fill", "copy") for name in _native.CeilingLoops.variants(op)],
-)
-def test_a_loop_that_leaves_something_out_is_found(monkeypatch: pytest.MonkeyPatch, idle: str) -> None:
-    native = SimpleNamespace(CeilingLoops=lambda threads, isa: FakeLoops(threads, isa, idle))
-    native.CeilingLoops.variants = FakeLoops.variants
-    monkeypatch.setattr(module, "_native", native)
+@pytest.fixture
+def fake_loops(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[FakeLoops]]:
+    """Puts fake loops, of which the named one is idle, in place of the native ones; those that were made."""
+
+    def install(idle: str = "") -> list[FakeLoops]:
+        made: list[FakeLoops] = []
+
+        def make(threads: int, isa: str) -> FakeLoops:
+            made.append(FakeLoops(threads, isa, idle))
+            return made[-1]
+
+        make.variants = FakeLoops.variants  # type: ignore[attr-defined]
+        monkeypatch.setattr(module, "_native", SimpleNamespace(CeilingLoops=make))
+        return made
+
+    return install
+
+
+LOOPS = [f"{op}/{name}" for op in ("read", "fill", "copy") for name in _native.CeilingLoops.variants(op)]
+
+
+def test_rates_are_bytes_over_time(fake_loops: Callable[[], list[FakeLoops]]) -> None:
+    made = fake_loops()
+    measured = list(memory_ceilings(1, SIZE, "scalar", False, 9, Caches(64 << 10, 1)))
+    [loops] = made
+    for each in measured:
+        expected = 2.0 if each.operation == "memcpy" else 1.0  # bytes read and bytes written
+        for rate in each.variants.values():
+            assert (rate.least, rate.median, rate.most) == pytest.approx((expected,) * 3)
+    for loop in LOOPS:
+        hot = [passes for passes in loops.passes[loop] if passes[1]]
+        part = (16 << 10) if loop.startswith("copy") else (32 << 10)
+        assert hot == [(1, 1)] + [(round(1e-3 / (2 * part / 1e9)), 1)] * 9  # a millisecond, by the first
+
+
+@pytest.mark.parametrize("idle", LOOPS)
+def test_a_loop_that_leaves_something_out_is_found_before_it_is_timed(
+    fake_loops: Callable[[str], list[FakeLoops]], idle: str
+) -> None:
+    made = fake_loops(idle)
     with pytest.raises(RuntimeError, match=f"the loop of {idle} did not do its work: nothing measured"):
-        list(memory_ceilings(1, SIZE, "scalar", False, 9, SMALL_CACHES))
+        next(memory_ceilings(1, SIZE, "scalar", False, 9, SMALL_CACHES))
+    assert all(len(calls) <= 2 * len(LOOPS) for calls in made[0].passes.values())
+    with pytest.raises(RuntimeError, match=idle):
+        read_ceiling(1, size_bytes=SIZE, between=lambda: pytest.fail("something was measured"))
 
 
-def test_a_wrong_sum_of_multiply_adds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    native = SimpleNamespace(CeilingLoops=lambda threads, isa: FakeLoops(threads, isa, "fma/scalar"))
-    monkeypatch.setattr(module, "_native", native)
+@pytest.mark.parametrize("idle", LOOPS)
+def test_a_loop_that_leaves_something_out_later_is_found(
+    fake_loops: Callable[[str], list[FakeLoops]], idle: str
+) -> None:
+    fake_loops(idle)
+    operation = idle.split("/")[0]
+    ceilings = MemoryCeilings(1, SIZE, "scalar", False)
+    with pytest.raises(RuntimeError, match=idle):
+        ceilings.hot(operation, "l2", 64 << 10, 9)
+    if operation != "copy":
+        with pytest.raises(RuntimeError, match=idle):
+            MemoryCeilings(1, SIZE, "scalar", False).cold(operation, 9)
+
+
+def test_a_wrong_sum_of_multiply_adds_is_found(fake_loops: Callable[[str], list[FakeLoops]]) -> None:
+    fake_loops("fma/scalar")
     with pytest.raises(RuntimeError, match="fma/scalar"):
         list(fma_ceilings(1, ["scalar"], 9, steps=10))
 
 
-def test_the_read_ceiling_takes_turns_with_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[FakeLoops] = []
-
-    def make(threads: int, isa: str) -> FakeLoops:
-        made.append(FakeLoops(threads, isa))
-        return made[-1]
-
-    make.variants = FakeLoops.variants  # type: ignore[attr-defined]
-    monkeypatch.setattr(module, "_native", SimpleNamespace(CeilingLoops=make))
+def test_the_read_ceiling_takes_turns_with_what_is_measured(
+    fake_loops: Callable[[], list[FakeLoops]],
+) -> None:
+    made = fake_loops()
     diary: list[int] = []
     ceiling = read_ceiling(
         1,
@@ -153,7 +211,7 @@ def test_the_read_ceiling_takes_turns_with_what_is_measured(monkeypatch: pytest.
     places = [place for _, place in timed]
     assert all(len(set(places[i : i + 16])) == 16 for i in range(len(places) - 15))  # no window comes early
     assert (ceiling.operation, ceiling.state, ceiling.threads) == ("read", "cold", 1)
-    assert ceiling.rate.median == pytest.approx(SIZE / 16 / 1e-3 / 1e9)
+    assert ceiling.rate.median == pytest.approx(1.0)
 
 
 SHAPE = SliceShape("tiny", hidden_size=256, num_stripes=2, top_k=3)
@@ -204,3 +262,14 @@ def test_a_wrong_kernel_is_found() -> None:
     step._experts = SimpleNamespace(run=wrong)  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="the expert step is"):
         step.verify()
+
+
+def test_kernels_are_verified_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    diary: list[str] = []
+    verify, sample = ExpertStep.verify, ExpertStep.sample
+    monkeypatch.setattr(ExpertStep, "verify", lambda self: (diary.append("verify"), verify(self)))
+    monkeypatch.setattr(ExpertStep, "sample", lambda self: (diary.append("sample"), sample(self)))
+    expert_points(
+        1, size_bytes=256 << 10, isa="scalar", huge_pages=False, repeats=9, num_tokens=(1, 2), shape=SHAPE
+    )
+    assert diary == (["verify"] + ["sample"] * 9) * 2

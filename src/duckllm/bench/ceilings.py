@@ -193,9 +193,10 @@ class MemoryCeilings:
         seconds: dict[str, list[float]] = {
             variant: [] for variant in _native.CeilingLoops.variants(operation)
         }
+        value = 0
         for repeat in range(-1, repeats):
             for variant, times in seconds.items():
-                value = (repeat + 1) % 256
+                value = (value + 1) % 256  # another one than the variant before has left
                 # The round before the first tells how many passes make a sample.
                 passes = 1 if repeat < 0 else max(1, min(10000, round(HOT_SAMPLE_S / times[0])))
                 if operation == "read":
