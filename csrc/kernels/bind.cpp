@@ -12,8 +12,8 @@
 #include <string>
 
 #include "kernels/experts.h"
-#include "kernels/fp9.h"
 #include "kernels/pack.h"
+#include "kernels/weight_format.h"
 #include "threads/thread_pool.h"
 
 namespace nb = nanobind;
@@ -115,10 +115,14 @@ class PyExperts {
  public:
   PyExperts(int64_t hidden_size, int64_t intermediate_size, int64_t num_experts, int64_t top_k,
             int64_t first_stripe, int64_t num_stripes, int64_t max_tokens, int num_threads, int spin_us,
-            const std::string& isa)
-      : shape_{as_u32("hidden_size", hidden_size),   as_u32("intermediate_size", intermediate_size),
-               as_u32("num_experts", num_experts),   as_u32("top_k", top_k),
-               as_u32("first_stripe", first_stripe), as_u32("num_stripes", num_stripes)},
+            const std::string& isa, const std::string& format)
+      : shape_{as_u32("hidden_size", hidden_size),
+               as_u32("intermediate_size", intermediate_size),
+               as_u32("num_experts", num_experts),
+               as_u32("top_k", top_k),
+               as_u32("first_stripe", first_stripe),
+               as_u32("num_stripes", num_stripes),
+               parse_format(format)},
         pool_(num_threads, spin_us),
         experts_(shape_, as_u32("max_tokens", max_tokens),
                  isa == "auto" ? select_isa() : parse_isa("isa", isa), pool_) {}
@@ -169,7 +173,7 @@ class PyExperts {
   }
 
   LayerUnits layer_units(const AnyArray& units, uint32_t units_first_stripe) const {
-    const size_t bytes = unit_bytes(shape_.hidden_size);
+    const size_t bytes = unit_bytes(shape_.format, shape_.hidden_size);
     check_dtype<uint8_t>("units", units, "uint8");
     const std::string expected =
         "shape [" + std::to_string(shape_.num_experts) + ", stripes, " + std::to_string(bytes) + "]";
@@ -208,7 +212,8 @@ size_t py_count_nan_e4m3(const AnyArray& bytes) {
 
 nb::object py_pack_expert_units(const AnyArray& gate, const AnyArray& up, const AnyArray& down,
                                 const AnyArray& gate_scale, const AnyArray& up_scale,
-                                const AnyArray& down_scale, nb::object out) {
+                                const AnyArray& down_scale, nb::object out, const std::string& format_name) {
+  const WeightFormat format = parse_format(format_name);
   if (gate.ndim() != 2 || gate.shape(0) == 0 || gate.shape(1) == 0) {
     fail("gate", "shape " + shape_of(gate), "shape [I, H] with both at least 1");
   }
@@ -225,10 +230,10 @@ nb::object py_pack_expert_units(const AnyArray& gate, const AnyArray& up, const 
   expert.down_scale = checked<float>("down_scale", down_scale, "float32", {hidden_blocks, channel_blocks});
 
   const size_t num_stripes = ceil_div(intermediate, kStripeChannels);
-  if (out.is_none()) out = nb::cast(new_array<uint8_t>({num_stripes, unit_bytes(hidden)}));
+  if (out.is_none()) out = nb::cast(new_array<uint8_t>({num_stripes, unit_bytes(format, hidden)}));
   const auto result = writable_array(out);
-  auto* units =
-      const_cast<uint8_t*>(checked<uint8_t>("out", result, "uint8", {num_stripes, unit_bytes(hidden)}));
+  auto* units = const_cast<uint8_t*>(
+      checked<uint8_t>("out", result, "uint8", {num_stripes, unit_bytes(format, hidden)}));
   const char* nan_field = nullptr;
   size_t nan_count = 0;
   {
@@ -240,7 +245,7 @@ nb::object py_pack_expert_units(const AnyArray& gate, const AnyArray& up, const 
         break;
       }
     }
-    if (nan_field == nullptr) pack_expert_units(expert, units);
+    if (nan_field == nullptr) pack_expert_units(expert, format, units);
   }
   if (nan_field != nullptr) fail(nan_field, std::to_string(nan_count) + " NaN bytes (0x7f, 0xff)", "none");
   return out;
@@ -280,26 +285,32 @@ void bind_kernels(nb::module_& m) {
       },
       "Names of the instruction sets that this machine can run, from the slowest to the best.");
   m.def(
-      "unit_bytes", [](int64_t hidden_size) { return unit_bytes(as_u32("hidden_size", hidden_size)); },
-      "hidden_size"_a, "Bytes of one unit (expert, stripe) in the fp9 format.");
+      "unit_bytes",
+      [](int64_t hidden_size, const std::string& format) {
+        return unit_bytes(parse_format(format), as_u32("hidden_size", hidden_size));
+      },
+      "hidden_size"_a, "format"_a = "fp9",
+      "Bytes of one unit (expert, stripe) in the format fp9 or fp8.\n\n"
+      "Raises:\n    ValueError: another format, or a size out of range.");
   m.def("count_nan_e4m3", &py_count_nan_e4m3, "bytes"_a.noconvert(),
         nb::sig("def count_nan_e4m3(bytes: numpy.typing.NDArray[numpy.uint8]) -> int"),
         "How many of the bytes are e4m3 NaN (0x7f, 0xff).\n\nShapes:\n    bytes: any, uint8, contiguous");
   m.def(
       "pack_expert_units", &py_pack_expert_units, "gate"_a.noconvert(), "up"_a.noconvert(),
       "down"_a.noconvert(), "gate_scale"_a.noconvert(), "up_scale"_a.noconvert(), "down_scale"_a.noconvert(),
-      "out"_a = nb::none(),
+      "out"_a = nb::none(), "format"_a = "fp9",
       nb::sig(
           "def pack_expert_units(gate: numpy.typing.NDArray[numpy.uint8], "
           "up: numpy.typing.NDArray[numpy.uint8], down: numpy.typing.NDArray[numpy.uint8], "
           "gate_scale: numpy.typing.NDArray[numpy.float32], up_scale: numpy.typing.NDArray[numpy.float32], "
           "down_scale: numpy.typing.NDArray[numpy.float32], "
-          "out: numpy.typing.NDArray[numpy.uint8] | None = None) -> numpy.typing.NDArray[numpy.uint8]"),
-      "Packs one e4m3 expert into fp9 units.\n\n"
+          "out: numpy.typing.NDArray[numpy.uint8] | None = None, format: str = 'fp9') -> "
+          "numpy.typing.NDArray[numpy.uint8]"),
+      "Packs one e4m3 expert into units of the format fp9 or fp8.\n\n"
       "Shapes:\n"
       "    gate, up: [I, H] uint8; down: [H, I] uint8\n"
       "    gate_scale, up_scale: [ceil(I/128), ceil(H/128)] f32; down_scale: [ceil(H/128), ceil(I/128)] f32\n"
-      "    out, result: [ceil(I/16), unit_bytes(H)] uint8\n\n"
+      "    out, result: [ceil(I/16), unit_bytes(H, format)] uint8\n\n"
       "Raises:\n    ValueError: a wrong shape or type, or NaN bytes (with their count).\n\n"
       "Reference:\n    duckllm.weights.fp9, byte for byte");
   m.def("quantize_e4m3_blocks", &py_quantize_e4m3_blocks, "weights"_a.noconvert(),
@@ -316,9 +327,10 @@ void bind_kernels(nb::module_& m) {
       "One run at a time. csrc/kernels/experts.h states the order of summation, the error bound and\n"
       "the valid ranges; a row's result depends neither on the other rows nor on the threads.")
       .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int,
-                    const std::string&>(),
+                    const std::string&, const std::string&>(),
            "hidden_size"_a, "intermediate_size"_a, "num_experts"_a, "top_k"_a, "first_stripe"_a,
-           "num_stripes"_a, "max_tokens"_a, "num_threads"_a, "spin_us"_a, "isa"_a = "auto")
+           "num_stripes"_a, "max_tokens"_a, "num_threads"_a, "spin_us"_a, "isa"_a = "auto",
+           "format"_a = "fp9")
       .def("run", &PyExperts::run, "units"_a.noconvert(), "x"_a.noconvert(), "topk_ids"_a.noconvert(),
            "topk_weights"_a.noconvert(), "units_first_stripe"_a = 0, "out"_a = nb::none(),
            nb::sig("def run(self, units: numpy.typing.NDArray[numpy.uint8], "
@@ -329,7 +341,8 @@ void bind_kernels(nb::module_& m) {
                    "numpy.typing.NDArray[numpy.float32]"),
            "The weighted sum of the rows' experts, restricted to the slice: partial sums [T, H] f32.\n\n"
            "Shapes:\n"
-           "    units: [E, any, unit_bytes(H)] uint8, the stripes from units_first_stripe on; may be a "
+           "    units: [E, any, unit_bytes(H, format)] uint8, the stripes from units_first_stripe on; may be "
+           "a "
            "memory map\n"
            "    x: [T, H] f32, or bf16 as uint16; topk_ids: [T, K] int32; topk_weights: [T, K] f32\n"
            "    out, result: [T, H] f32\n\n"

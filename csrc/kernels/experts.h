@@ -4,28 +4,30 @@
 //   y[t] = sum over k of topk_weights[t, k] * down_e( silu(gate_e x[t]) * (up_e x[t]) ),  e = topk_ids[t, k]
 //
 // restricted to the channels of the slice. A row's result depends on that row, the weights, the ISA and
-// nothing else: neither on the other rows, nor on the number of threads. An id that a row names twice counts
-// twice.
+// nothing else: neither on the other rows, nor on the number of threads, nor on the format of the weights. An
+// id that a row names twice counts once, with the sum of the two weights.
 //
-// Order of summation. gate and up: 128 hidden indices at a time in ascending order, then times the block's
-// scale, then added to the blocks before it. down: for each output, experts in ascending id, for each of them
-// stripes in ascending order, for each of them the row's pairs in ascending k: 16 channels in ascending
-// order, then times the block's scale, then added.
+// Order of summation. gate and up: 128 hidden indices (a block) at a time, even and odd ones in a chain of
+// their own, each ascending; the sum of the two times the block's scale is added to those of the eight blocks
+// that make a part; parts are added in ascending order. down: for each output, experts in ascending id, for
+// each of them the slice's stripes in ascending order: even and odd channels in a chain of their own; the sum
+// of the two times the block's scale is added.
 //
 // Bound. With u = 2^-24, n = min(H, 128), B = ceil(H / 128), N = K * S, and G, U, D the sums of the absolute
 // terms of gate, up and down (scales included), e(v) the error of v, to first order in u:
-//   e(gate) <= (n + B + 2) u G, likewise e(up) <= (n + B + 2) u U;
-//   e(a) <= |weight| ((1.1 e(gate) + 6u |silu|) (|up| + e(up)) + |silu| e(up)) + 3u |a| + 2^-50;
-//   e(y) <= (N + 19) u D + sum |down| e(a).
+//   e(gate) <= (n / 2 + min(B, 8) + ceil(B / 8) + 4) u G, likewise e(up);
+//   e(a) <= |weight| ((1.1 e(gate) + 6u |silu|) (|up| + e(up)) + |silu| e(up)) + 4u |a| + 2^-50;
+//   e(y) <= (N + 12) u D + sum |down| e(a).
 // silu itself is within 3 ulp (2.3 measured) of the exact function. tests/kernels/expert_reference.py
 // computes this bound and the tests hold every ISA to it.
 //
-// Ranges in which no denormal number enters or leaves an addition or a product, so that flush-to-zero modes
-// change nothing: |x| is 0 or in [2^-40, 2^63); scales are 0 or in [2^-21, 2^40] (gate and up: also smaller
-// ones while |x| * scale >= 2^-71); |topk_weights| is 0 or in [2^-40, 2^40]; activations |silu(gate) * up *
-// weight| and |silu(gate) * up| are below 2^63. An activation below 2^-50 counts as zero (the one place where
-// a product may underflow first, below 2^-190). Smaller x lose accuracy gradually; what is larger becomes
-// infinite or NaN. NaN and infinity in x come out in that row alone.
+// Ranges in which no denormal number but an e4m3 subnormal of fp8 enters an addition or a product, and none
+// leaves one: |x| is 0 or in [2^-40, 2^47); scales are 0 or in [2^-21, 2^40] (gate and up: also smaller ones
+// while |x| * scale >= 2^-71); |topk_weights| is 0 or in [2^-40, 2^40]; activations |silu(gate) * up *
+// weight| and |silu(gate) * up| are below 2^47 (2^63 for fp9, as for x). An activation below 2^-50 counts as
+// zero (the one place where a product may underflow first, below 2^-190). Smaller x lose accuracy gradually;
+// what is larger becomes infinite or NaN. NaN and infinity in x come out in that row alone. run() computes
+// with denormals on, whatever the caller has set.
 #pragma once
 
 #include <cstddef>
@@ -33,6 +35,8 @@
 #include <memory>
 #include <string>
 #include <vector>
+
+#include "kernels/weight_format.h"
 
 namespace duck {
 
@@ -54,16 +58,25 @@ Isa parse_isa(const std::string& field, const std::string& name);
 enum class ActivationType : uint8_t { kF32 = 0, kBf16 = 1 };
 
 struct ExpertShape {
-  uint32_t hidden_size = 0;        // H
-  uint32_t intermediate_size = 0;  // I of the whole expert, not of the slice
-  uint32_t num_experts = 0;        // E
-  uint32_t top_k = 0;              // K, most ids per row
-  uint32_t first_stripe = 0;       // the slice: stripes [first_stripe, first_stripe + num_stripes)
-  uint32_t num_stripes = 0;        // S
+  uint32_t hidden_size = 0;                  // H
+  uint32_t intermediate_size = 0;            // I of the whole expert, not of the slice
+  uint32_t num_experts = 0;                  // E
+  uint32_t top_k = 0;                        // K, most ids per row
+  uint32_t first_stripe = 0;                 // the slice: stripes [first_stripe, first_stripe + num_stripes)
+  uint32_t num_stripes = 0;                  // S
+  WeightFormat format = WeightFormat::kFp9;  // or kFp8
 };
 
-// Units of one layer in memory: unit(e, s) = base + e * expert_stride_bytes + s * unit_bytes(H), where s
-// counts from the slice's first stripe. No alignment is needed; 64 bytes is best.
+// The shape, if it makes sense. Throws std::invalid_argument: zero or absurd sizes, a slice outside the
+// expert, a format that experts do not come in.
+ExpertShape checked_shape(const ExpertShape& shape, uint32_t max_tokens);
+[[noreturn]] void fail_shape(const std::string& field, uint64_t got, const std::string& expected);
+
+// The format of experts of that name. Throws std::invalid_argument for another than "fp9" and "fp8".
+WeightFormat parse_format(const std::string& name);
+
+// Units of one layer in memory: unit(e, s) = base + e * expert_stride_bytes + s * unit_bytes(format, H),
+// where s counts from the slice's first stripe. No alignment is needed; 64 bytes is best.
 struct LayerUnits {
   const uint8_t* base = nullptr;
   size_t expert_stride_bytes = 0;
@@ -81,7 +94,9 @@ struct StepRows {
 // The expert function with its scratch memory, sized at construction for max_tokens rows.
 class Experts {
  public:
-  // Throws std::invalid_argument when the shape makes no sense (zero sizes, a slice outside the expert).
+  static constexpr uint32_t kChunkRows = 48;  // rows of an expert that the tile kernels take at once
+
+  // Throws std::invalid_argument as checked_shape does, or when this machine lacks the ISA.
   Experts(const ExpertShape& shape, uint32_t max_tokens, Isa isa, ThreadPool& pool);
   ~Experts();
   Experts(const Experts&) = delete;

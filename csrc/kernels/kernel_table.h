@@ -1,53 +1,70 @@
-// What an ISA offers to experts.cpp: two kernels over one unit (expert, stripe). One table per ISA, each in
-// its own namespace and compiled with its own flags; select_isa.cpp knows which of them this machine can run.
+// What an ISA offers to experts.cpp and linear.cpp: kernels over records. One table per ISA, each in its own
+// namespace and compiled with its own flags; select_isa.cpp knows which of them this machine can run.
 //
-// Values inside the kernels are scaled by powers of two, which is exact: a decoded weight is w * 2^-104
-// (fp9.h), an activation is held as x * 2^64, a sum of products is therefore the true one * 2^-40, and 2^40
-// goes into the block scale. With that no f32 in the chain is denormal, for the ranges that experts.h states.
+// There are two ways to the same bits. *Direct* kernels decode weights in registers and use each for a few
+// rows: decode. *Tile* kernels decode a block of weights once into f32 and multiply it with many rows:
+// prefill. Both sum in the order that experts.h states.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "kernels/experts.h"
+#include "kernels/weight_format.h"
 
 namespace duck {
 
-inline constexpr float kActivationPrescale = 0x1p64f;
-inline constexpr float kSumPostscale = 0x1p40f;
 // An activation silu(g) * u * weight below this counts as zero, so that its products are normal numbers too.
 inline constexpr float kSmallestActivation = 0x1p-50f;
+inline constexpr int kPartBlocks = 8;  // scale blocks whose sums are added up before they join a dot product
+inline constexpr uint32_t kMaxDirectRows = 8;  // more rows of an expert go through the tile kernels
+inline constexpr uint32_t kTileLanes = 2 * kStripeChannels;
+inline constexpr uint32_t kPanelStride = kScaleBlock;   // floats from row to row of a panel
+inline constexpr uint32_t kPanelOdd = kScaleBlock / 2;  // where a panel row's odd values begin
 
-// The (row, expert) pairs of one expert in (row, k) order, as parallel arrays.
-struct PairRows {
-  uint32_t count = 0;
-  const float* const* x = nullptr;      // [H'] each: x * 2^64, zero beyond H
-  const float* weights = nullptr;       // topk_weights
-  float* const* activations = nullptr;  // [S * 16] each: silu(gate x) * (up x) * weight * 2^64
-  float* const* y = nullptr;            // [H'] each: partial sums; pairs of the same row share it
+// One or two matrices of 16 lanes whose records alternate: gate and up, or one stripe of a dense layer.
+struct Stream {
+  const uint8_t* records = nullptr;           // of row block 0
+  const uint8_t* scales[2] = {};              // f32 per scale block, any alignment; null: 1
+  uint32_t first_record = 0, end_record = 0;  // to go through; first_record is at a scale block
+  const uint8_t* next = nullptr;              // what will be read after: prefetched at the end
 };
 
-// One unit in memory: where its parts are. Built by experts.cpp, so that the files compiled for an ISA need
-// no inline function from outside their namespace.
-struct Unit {
-  const uint8_t* gate_scales = nullptr;  // f32 [ceil(H / 128)], any alignment
-  const uint8_t* up_scales = nullptr;
-  const uint8_t* down_scales = nullptr;
-  const uint8_t* gate_up = nullptr;  // num_records times (gate record, up record)
-  const uint8_t* down = nullptr;     // num_records records
-  uint32_t num_records = 0;          // H' / 32
+struct FormatKernels {
+  // dots[row][part][lane] = sums over the stream's scale blocks, for num_rows <= kMaxDirectRows rows. x: rows
+  // of x * prescale, zero beyond H. dots: [num_rows][parts][16].
+  void (*dots1)(const Stream& stream, const float* const* x, uint32_t num_rows, float* dots);
+  void (*dots2)(const Stream& stream, const float* const* x, uint32_t num_rows, float* dots);
+
+  // y[row][32 * record + lane] += scale * sums over the 16 channels of a stripe, for the down records
+  // [first, end) of one unit. next: of the unit that will be read after.
+  void (*down)(const uint8_t* records, const uint8_t* scales, const float* const* activations,
+               float* const* y, uint32_t num_rows, uint32_t first_record, uint32_t end_record,
+               const uint8_t* next);
+
+  // A tile for `multiply`: rows of 32 lanes, even rows of the source from 0, odd ones from num_rows / 2.
+  // tile_of_streams: num_records records of two matrices side by side, which start `distance` bytes apart and
+  // whose records are `stride` bytes apart; 32 * num_records rows. tile_of_down: one record of down, 16 rows.
+  void (*tile_of_streams)(const uint8_t* records, size_t distance, size_t stride, uint32_t num_records,
+                          float* tile);
+  void (*tile_of_down)(const uint8_t* record, float* tile);
 };
 
 struct KernelTable {
   Isa isa;
+  FormatKernels formats[3];  // by WeightFormat
 
-  // Phase 1. For each pair: activations[channel_offset .. +16) of the unit's 16 channels; those at
-  // num_channels and beyond are padding and become 0.
-  void (*gate_up)(const Unit& unit, const PairRows& pairs, uint32_t channel_offset, uint32_t num_channels);
+  // activations[lane] = silu(gate) * up * weight * prescale, 0 from num_channels on. dots: [2][16].
+  void (*activate)(const float* dots, float weight, float prescale, uint32_t num_channels,
+                   float* activations);
 
-  // Phase 2. For each pair: y[32 * first_record .. 32 * end_record) += down * activations[channel_offset ..
-  // +16).
-  void (*down)(const Unit& unit, const PairRows& pairs, uint32_t channel_offset, uint32_t first_record,
-               uint32_t end_record);
+  // out[row][lane] += scale[lane / 16] * sum over k of panel[row][k] * tile[k][lane], for num_rows rows and
+  // 32 lanes. The panel's rows hold half_rows even values from 0 and half_rows odd ones from kPanelOdd.
+  void (*multiply)(const float* panel, const float* tile, uint32_t half_rows, const float* scales,
+                   float* const* out, uint32_t num_rows);
+
+  // A panel row from `count` consecutive values, count even and at most 128.
+  void (*fill_panel)(const float* values, uint32_t count, float* panel);
 };
 
 // The table of an ISA. Calling its kernels is right only where isa_available(isa).

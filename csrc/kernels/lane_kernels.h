@@ -1,17 +1,18 @@
-// The two kernels of kernel_table.h over 16 lanes side by side, for an ISA that is described by `Lanes`: a
-// struct in that ISA's namespace with the types Floats (16 f32), Signs (16 sign words) and the functions used
-// below. Included by <isa>/kernels.cpp only. Every function here is a template over Lanes, so each copy is
-// named after its ISA and the linker can never put an AVX2 copy where an older CPU runs.
+// The kernels of kernel_table.h for an ISA that is described by `Lanes`: a struct in that ISA's namespace
+// with the type Floats (kLanes f32 in one register) and the functions used below. Included by
+// <isa>/kernels.cpp only. Every function here is a template over Lanes, so each copy is named after its ISA
+// and the linker can never put an AVX2 copy where an older CPU runs.
 //
-// Lanes are channels in gate and up, outputs in down; x, or the activation, is broadcast. Rows go in blocks
-// of up to four that share each decoded weight. A row's sums are the same operations in the same order
-// whatever block it is in, hence the same bits.
+// A lane is an output (a channel in gate and up); x, or the activation, is broadcast. The records' two rows
+// of a pair go into two chains of sums, even and odd rows, which gives the FMA units twice as much to
+// overlap. A row's sums are the same operations in the same order whatever rows go beside it, hence the same
+// bits.
 #pragma once
 
 #include <cstdint>
 
-#include "kernels/fp9.h"
 #include "kernels/kernel_table.h"
+#include "kernels/weight_format.h"
 
 #define DUCK_INLINE __attribute__((always_inline)) inline
 
@@ -20,11 +21,11 @@ namespace duck {
 template <class Lanes>
 struct LaneKernels {
   using Floats = typename Lanes::Floats;
-  using Signs = typename Lanes::Signs;
 
-  static constexpr int kMaxRows = 4;
-  static constexpr uint32_t kRecordsPerBlock = kScaleBlock / kRecordRows;
-  static constexpr int kPrefetchBytes = 2048;  // ahead in a stream of records
+  static constexpr int kLanes = Lanes::kLanes;
+  static constexpr int kVectors = kStripeChannels / kLanes;  // of one record row
+  static constexpr uint32_t kPairs = kRecordRows / 2;
+  static constexpr uint32_t kPrefetchBytes = 8192;  // ahead in a stream: docs/performance.md has the sweep
 
   static DUCK_INLINE float load_f32(const uint8_t* bytes, uint32_t index) {
     float value;
@@ -32,33 +33,318 @@ struct LaneKernels {
     return value;
   }
 
-  static DUCK_INLINE void prefetch(const uint8_t* stream, int num_bytes) {
-    for (int i = 0; i < num_bytes; i += 64) __builtin_prefetch(stream + kPrefetchBytes + i);
+  static DUCK_INLINE void prefetch(const uint8_t* from, uint32_t num_bytes) {
+    for (uint32_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(from + i);
   }
 
-  // sums[part][row] += sum over i of weights(part)[i] * x[row][i], i < kNum: kParts matrices of [kNum][16]
-  // weights that share x. signs[part]: bit 31 of each lane is the sign of i = 0, bit 30 of i = 1 and so on.
-  template <int kParts, int kRows, int kNum>
-  static DUCK_INLINE void add_products(const uint8_t* const (&magnitudes)[kParts], Signs (&signs)[kParts],
-                                       const float* const (&x)[kRows], Floats (&sums)[kParts][kRows]) {
+  // Where to prefetch from while record `record` of a stream is computed with, `stride` bytes a record.
+  static DUCK_INLINE const uint8_t* ahead_of(const uint8_t* records, uint32_t record, uint32_t end,
+                                             uint32_t stride, const uint8_t* next) {
+    const uint32_t ahead = record + (kPrefetchBytes + stride - 1) / stride;
+    return ahead < end ? records + static_cast<size_t>(ahead) * stride
+                       : next + static_cast<size_t>(ahead - end) * stride;
+  }
+
+  // even[s][row] += sum over pairs of weights(s)[2p] * x[row][2p], odd likewise, for kParts records and
+  // kVecs vectors of each from `vector` on; s counts both. Pairs [kFirst, kFirst + kNum) of the record,
+  // x[row] from pair 0.
+  template <class F, int kParts, int kVecs, int kRows, int kFirst, int kNum>
+  static DUCK_INLINE void add_products(const uint8_t* const (&records)[kParts], int vector,
+                                       const float* const (&x)[kRows], Floats (&even)[kParts * kVecs][kRows],
+                                       Floats (&odd)[kParts * kVecs][kRows]) {
+    constexpr int kStreams = kParts * kVecs;
+    typename F::State state[kStreams];
 #pragma GCC unroll 4
-    for (int i = 0; i < kNum; ++i) {
-      Floats weights[kParts];
-#pragma GCC unroll 2
-      for (int part = 0; part < kParts; ++part) {
-        weights[part] = Lanes::decode(magnitudes[part] + i * kStripeChannels, signs[part]);
-        signs[part] = Lanes::next_row(signs[part]);
+    for (int s = 0; s < kStreams; ++s) {
+      state[s] = F::template start<kFirst>(records[s / kVecs], vector + s % kVecs);
+    }
+#pragma GCC unroll 4
+    for (int pair = 0; pair < kNum; ++pair) {
+      Floats low[kStreams], high[kStreams];
+#pragma GCC unroll 4
+      for (int s = 0; s < kStreams; ++s) {
+        F::decode(records[s / kVecs], kFirst + pair, vector + s % kVecs, state[s], low[s], high[s]);
       }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) {
-        const Floats value = Lanes::broadcast(x[row][i]);
-#pragma GCC unroll 2
-        for (int part = 0; part < kParts; ++part) {
-          sums[part][row] = Lanes::fma(weights[part], value, sums[part][row]);
+        const Floats first = Lanes::broadcast(x[row][2 * pair]);
+        const Floats second = Lanes::broadcast(x[row][2 * pair + 1]);
+#pragma GCC unroll 4
+        for (int s = 0; s < kStreams; ++s) {
+          even[s][row] = Lanes::fma(low[s], first, even[s][row]);
+          odd[s][row] = Lanes::fma(high[s], second, odd[s][row]);
         }
       }
     }
   }
+
+  static DUCK_INLINE Floats add_scaled(Floats to, Floats even, Floats odd, Floats scale) {
+    return Lanes::add(to, Lanes::mul(Lanes::add(even, odd), scale));
+  }
+
+  template <int kStreams, int kRows>
+  static DUCK_INLINE void clear(Floats (&sums)[kStreams][kRows]) {
+#pragma GCC unroll 4
+    for (int s = 0; s < kStreams; ++s) {
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) sums[s][row] = Lanes::zero();
+    }
+  }
+
+  // ---- direct kernels -------------------------------------------------------------------------------------
+
+  // The sums of records [first, end) (one scale block) times its scale, added to part[...].
+  template <class F, int kParts, int kRows>
+  static DUCK_INLINE void dot_block(const Stream& stream, const float* const (&x)[kRows], uint32_t first,
+                                    uint32_t end, Floats (&part)[kParts * kVectors][kRows]) {
+    constexpr int kPartsAtOnce = Lanes::parts_at_once(kRows) < kParts ? Lanes::parts_at_once(kRows) : kParts;
+    constexpr int kVecs = Lanes::vectors_at_once(kRows);
+    constexpr uint32_t kStride = kParts * F::kRecordBytes;
+    for (int p = 0; p < kParts; p += kPartsAtOnce) {
+      for (int vector = 0; vector < kVectors; vector += kVecs) {
+        Floats even[kPartsAtOnce * kVecs][kRows], odd[kPartsAtOnce * kVecs][kRows];
+        clear(even);
+        clear(odd);
+        for (uint32_t record = first; record < end; ++record) {
+          if (p == 0 && vector == 0) {
+            prefetch(ahead_of(stream.records, record, stream.end_record, kStride, stream.next), kStride);
+          }
+          const uint8_t* records[kPartsAtOnce];
+#pragma GCC unroll 2
+          for (int i = 0; i < kPartsAtOnce; ++i) {
+            records[i] = stream.records + static_cast<size_t>(record) * kStride + (p + i) * F::kRecordBytes;
+          }
+          const float* record_x[kRows];
+#pragma GCC unroll 8
+          for (int row = 0; row < kRows; ++row) record_x[row] = x[row] + record * kRecordRows;
+          add_products<F, kPartsAtOnce, kVecs, kRows, 0, kPairs>(records, vector, record_x, even, odd);
+        }
+#pragma GCC unroll 2
+        for (int i = 0; i < kPartsAtOnce; ++i) {
+          const uint8_t* scales = stream.scales[p + i];
+          const float scale = scales ? load_f32(scales, first / kRecordsPerBlock) * F::kPostscale : 1.0f;
+#pragma GCC unroll 2
+          for (int v = 0; v < kVecs; ++v) {
+#pragma GCC unroll 8
+            for (int row = 0; row < kRows; ++row) {
+              Floats& sum = part[(p + i) * kVectors + vector + v][row];
+              const int s = i * kVecs + v;
+              sum = add_scaled(sum, even[s][row], odd[s][row], Lanes::broadcast(scale));
+            }
+          }
+        }
+      }
+    }
+  }
+
+  template <class F, int kParts, int kRows>
+  static void dot_rows(const Stream& stream, const float* const* rows_x, float* dots) {
+    constexpr int kStreams = kParts * kVectors;
+    const float* x[kRows];
+    for (int row = 0; row < kRows; ++row) x[row] = rows_x[row];
+    Floats total[kStreams][kRows];
+    clear(total);
+    for (uint32_t first = stream.first_record; first < stream.end_record;) {
+      const uint32_t part_end = first + kPartBlocks * kRecordsPerBlock < stream.end_record
+                                    ? first + kPartBlocks * kRecordsPerBlock
+                                    : stream.end_record;
+      Floats part[kStreams][kRows];
+      clear(part);
+      for (; first < part_end; first += kRecordsPerBlock) {
+        const uint32_t end = first + kRecordsPerBlock < part_end ? first + kRecordsPerBlock : part_end;
+        dot_block<F, kParts, kRows>(stream, x, first, end, part);
+      }
+      for (int s = 0; s < kStreams; ++s) {
+        for (int row = 0; row < kRows; ++row) total[s][row] = Lanes::add(total[s][row], part[s][row]);
+      }
+      first = part_end;
+    }
+    for (int s = 0; s < kStreams; ++s) {
+      for (int row = 0; row < kRows; ++row) {
+        Lanes::store(dots + (row * kStreams + s) * kLanes, total[s][row]);
+      }
+    }
+  }
+
+  // The two tiles of a record of down are its pairs 0 to 7, outputs 0 to 15, and 8 to 15, outputs 16 to 31.
+  template <class F, int kRows, int kTile>
+  static DUCK_INLINE void down_tile(const uint8_t* record, const float* const (&activations)[kRows],
+                                    float* const* y, uint32_t output, float scale) {
+    constexpr int kVecs = Lanes::vectors_at_once(kRows);
+    for (int vector = 0; vector < kVectors; vector += kVecs) {
+      Floats even[kVecs][kRows], odd[kVecs][kRows];
+      clear(even);
+      clear(odd);
+      const uint8_t* const records[1] = {record};
+      add_products<F, 1, kVecs, kRows, kTile * 8, 8>(records, vector, activations, even, odd);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVecs; ++v) {
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row) {
+          float* out = y[row] + output + kTile * kStripeChannels + (vector + v) * kLanes;
+          Lanes::store(out, add_scaled(Lanes::load(out), even[v][row], odd[v][row], Lanes::broadcast(scale)));
+        }
+      }
+    }
+  }
+
+  template <class F, int kRows>
+  static void down_rows(const uint8_t* records, const uint8_t* scales, const float* const* rows_a,
+                        float* const* y, uint32_t first, uint32_t end, const uint8_t* next) {
+    const float* activations[kRows];
+    for (int row = 0; row < kRows; ++row) activations[row] = rows_a[row];
+    next += static_cast<size_t>(first) * F::kRecordBytes;
+    for (uint32_t record = first; record < end; ++record) {
+      prefetch(ahead_of(records, record, end, F::kRecordBytes, next), F::kRecordBytes);
+      const uint8_t* at = records + static_cast<size_t>(record) * F::kRecordBytes;
+      const float scale = load_f32(scales, record / kRecordsPerBlock) * F::kPostscale;
+      down_tile<F, kRows, 0>(at, activations, y, record * kRecordRows, scale);
+      down_tile<F, kRows, 1>(at, activations, y, record * kRecordRows, scale);
+    }
+  }
+
+  template <int kRows>
+  struct Rows {
+    static constexpr int kCount = kRows;
+  };
+
+  // Calls function(Rows<n>, first row) for blocks of at most kMost rows, as even as can be.
+  template <int kMost, class Function>
+  static DUCK_INLINE void in_blocks(uint32_t num_rows, Function function) {
+    const uint32_t num_blocks = (num_rows + kMost - 1) / kMost;
+    for (uint32_t block = 0; block < num_blocks; ++block) {
+      const uint32_t first = num_rows * block / num_blocks;
+      with_rows<kMost>(num_rows * (block + 1) / num_blocks - first, first, function);
+    }
+  }
+  template <int kRows, class Function>
+  static DUCK_INLINE void with_rows(uint32_t count, uint32_t first, Function& function) {
+    if constexpr (kRows > 1) {
+      if (count < kRows) return with_rows<kRows - 1>(count, first, function);
+    }
+    function(Rows<kRows>{}, first);
+  }
+
+  template <class F, int kParts>
+  static void dots(const Stream& stream, const float* const* x, uint32_t num_rows, float* dots) {
+    in_blocks<Lanes::kBlockRows>(num_rows, [&](auto rows, uint32_t first) {
+      dot_rows<F, kParts, rows.kCount>(stream, x + first, dots + first * kParts * kStripeChannels);
+    });
+  }
+
+  template <class F>
+  static void down(const uint8_t* records, const uint8_t* scales, const float* const* activations,
+                   float* const* y, uint32_t num_rows, uint32_t first_record, uint32_t end_record,
+                   const uint8_t* next) {
+    in_blocks<Lanes::kBlockRows>(num_rows, [&](auto rows, uint32_t first) {
+      down_rows<F, rows.kCount>(records, scales, activations + first, y + first, first_record, end_record,
+                                next);
+    });
+  }
+
+  // ---- tile kernels ---------------------------------------------------------------------------------------
+
+  // Pairs [kFirst, kFirst + kNum) of a record into columns [column, column + 16) of a tile whose odd rows
+  // start at row half_rows.
+  template <class F, int kFirst, int kNum>
+  static DUCK_INLINE void decode_pairs(const uint8_t* record, float* tile, uint32_t half_rows) {
+    for (int vector = 0; vector < kVectors; ++vector) {
+      auto state = F::template start<kFirst>(record, vector);
+#pragma GCC unroll 4
+      for (int pair = 0; pair < kNum; ++pair) {
+        Floats low, high;
+        F::decode(record, kFirst + pair, vector, state, low, high);
+        float* to = tile + pair * kTileLanes + vector * kLanes;
+        Lanes::store(to, low);
+        Lanes::store(to + static_cast<size_t>(half_rows) * kTileLanes, high);
+      }
+    }
+  }
+
+  template <class F>
+  static void tile_of_streams(const uint8_t* records, size_t distance, size_t stride, uint32_t num_records,
+                              float* tile) {
+    const uint32_t half_rows = num_records * kPairs;
+    for (uint32_t record = 0; record < num_records; ++record) {
+      const uint8_t* at = records + record * stride;
+      prefetch(at + kPrefetchBytes, F::kRecordBytes);
+      prefetch(at + distance + kPrefetchBytes, F::kRecordBytes);
+      float* to = tile + record * kPairs * kTileLanes;
+      decode_pairs<F, 0, kPairs>(at, to, half_rows);
+      decode_pairs<F, 0, kPairs>(at + distance, to + kStripeChannels, half_rows);
+    }
+  }
+
+  template <class F>
+  static void tile_of_down(const uint8_t* record, float* tile) {
+    prefetch(record + kPrefetchBytes, F::kRecordBytes);
+    decode_pairs<F, 0, 8>(record, tile, 8);
+    decode_pairs<F, 8, 8>(record, tile + kStripeChannels, 8);
+  }
+
+  // Two registers of sums a row, even rows of the tile first; their sums wait in memory for those of the odd.
+  template <int kRows>
+  static void multiply_rows(const float* panel, const float* tile, uint32_t half_rows, const float* scales,
+                            float* const* out) {
+    for (uint32_t lane = 0; lane < kTileLanes; lane += 2 * kLanes) {
+      Floats even[kRows][2], sums[kRows][2];
+      multiply_half<kRows>(panel, tile + lane, half_rows, even);
+      multiply_half<kRows>(panel + kPanelOdd, tile + half_rows * kTileLanes + lane, half_rows, sums);
+      const Floats first = Lanes::broadcast(scales[lane / kStripeChannels]);
+      const Floats second = Lanes::broadcast(scales[(lane + kLanes) / kStripeChannels]);
+#pragma GCC unroll 16
+      for (int row = 0; row < kRows; ++row) {
+        float* to = out[row] + lane;
+        Lanes::store(to, add_scaled(Lanes::load(to), even[row][0], sums[row][0], first));
+        to += kLanes;
+        Lanes::store(to, add_scaled(Lanes::load(to), even[row][1], sums[row][1], second));
+      }
+    }
+  }
+
+  template <int kRows>
+  static DUCK_INLINE void multiply_half(const float* panel, const float* tile, uint32_t half_rows,
+                                        Floats (&sums)[kRows][2]) {
+    Floats a[kRows][2];
+#pragma GCC unroll 16
+    for (int row = 0; row < kRows; ++row) a[row][0] = a[row][1] = Lanes::zero();
+    for (uint32_t k = 0; k < half_rows; ++k) {
+      const Floats first = Lanes::load(tile), second = Lanes::load(tile + kLanes);
+#pragma GCC unroll 16
+      for (int row = 0; row < kRows; ++row) {
+        const Floats value = Lanes::broadcast(panel[row * kPanelStride]);
+        a[row][0] = Lanes::fma(first, value, a[row][0]);
+        a[row][1] = Lanes::fma(second, value, a[row][1]);
+      }
+      tile += kTileLanes;
+      ++panel;
+    }
+#pragma GCC unroll 16
+    for (int row = 0; row < kRows; ++row) {
+      sums[row][0] = a[row][0];
+      sums[row][1] = a[row][1];
+    }
+  }
+
+  static void multiply(const float* panel, const float* tile, uint32_t half_rows, const float* scales,
+                       float* const* out, uint32_t num_rows) {
+    in_blocks<Lanes::kTileRows>(num_rows, [&](auto rows, uint32_t first) {
+      multiply_rows<rows.kCount>(panel + first * kPanelStride, tile, half_rows, scales, out + first);
+    });
+  }
+
+  static void fill_panel(const float* values, uint32_t count, float* panel) {
+    uint32_t i = 0;
+    for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+      Lanes::store_even_odd(values + i, panel + i / 2, panel + kPanelOdd + i / 2);
+    }
+    for (; i < count; i += 2) {
+      panel[i / 2] = values[i];
+      panel[kPanelOdd + i / 2] = values[i + 1];
+    }
+  }
+
+  // ---- SiLU -----------------------------------------------------------------------------------------------
 
   // e^t by t = n ln 2 + r and the Taylor series of e^r to r^7: |r| <= 0.347, so what is left out is under 0.1
   // ulp. |t| <= 88.
@@ -86,141 +372,31 @@ struct LaneKernels {
     return Lanes::div(g, Lanes::add(Lanes::broadcast(1.0f), e));
   }
 
-  // silu(gate) * up * weight * 2^64. The power of two goes in first, so that small factors do not underflow.
-  static DUCK_INLINE Floats activate(Floats gate, Floats up, float weight) {
-    const Floats scaled = Lanes::mul(silu(gate), Lanes::broadcast(kActivationPrescale));
-    const Floats a = Lanes::mul(Lanes::mul(scaled, up), Lanes::broadcast(weight));
-    const Floats smallest = Lanes::broadcast(kSmallestActivation * kActivationPrescale);
-    return Lanes::select_less(Lanes::abs(a), smallest, Lanes::zero(), a);
+  // The power of two goes in first, so that small factors do not underflow.
+  static void activate(const float* dots, float weight, float prescale, uint32_t num_channels,
+                       float* activations) {
+    for (uint32_t lane = 0; lane < kStripeChannels; lane += kLanes) {
+      const Floats gate = Lanes::load(dots + lane), up = Lanes::load(dots + kStripeChannels + lane);
+      const Floats scaled = Lanes::mul(silu(gate), Lanes::broadcast(prescale));
+      const Floats a = Lanes::mul(Lanes::mul(scaled, up), Lanes::broadcast(weight));
+      const Floats smallest = Lanes::broadcast(kSmallestActivation * prescale);
+      Lanes::store(activations + lane, Lanes::select_less(Lanes::abs(a), smallest, Lanes::zero(), a));
+    }
+    for (uint32_t lane = num_channels; lane < kStripeChannels; ++lane) activations[lane] = 0.0f;
   }
 
-  template <int kRows>
-  static void gate_up_rows(const Unit& unit, const float* const* rows_x, const float* weights,
-                           float* const* activations, uint32_t channel_offset, uint32_t num_channels) {
-    Floats dots[2][kRows];
-    const float* x[kRows];
-    for (int row = 0; row < kRows; ++row) {
-      dots[0][row] = dots[1][row] = Lanes::zero();
-      x[row] = rows_x[row];
-    }
-    for (uint32_t first = 0; first < unit.num_records; first += kRecordsPerBlock) {
-      const uint32_t end =
-          first + kRecordsPerBlock < unit.num_records ? first + kRecordsPerBlock : unit.num_records;
-      Floats sums[2][kRows];
-      gate_up_block<kRows>(unit, x, first, end, sums);
-      const uint32_t block = first / kRecordsPerBlock;
-      const Floats gate_scale = Lanes::broadcast(load_f32(unit.gate_scales, block) * kSumPostscale);
-      const Floats up_scale = Lanes::broadcast(load_f32(unit.up_scales, block) * kSumPostscale);
-      for (int row = 0; row < kRows; ++row) {
-        dots[0][row] = Lanes::add(dots[0][row], Lanes::mul(sums[0][row], gate_scale));
-        dots[1][row] = Lanes::add(dots[1][row], Lanes::mul(sums[1][row], up_scale));
-      }
-    }
-    for (int row = 0; row < kRows; ++row) {
-      float* out = activations[row] + channel_offset;
-      Lanes::store(out, activate(dots[0][row], dots[1][row], weights[row]));
-      for (uint32_t lane = num_channels; lane < kStripeChannels; ++lane) out[lane] = 0.0f;
-    }
+  template <class F>
+  static constexpr FormatKernels format_kernels() {
+    return {&dots<F, 1>, &dots<F, 2>, &down<F>, &tile_of_streams<F>, &tile_of_down<F>};
   }
 
-  // The sums of one scale block, records [first, end). One row: gate and up side by side, which gives the two
-  // short FMA chains each something to overlap with. Several rows: one after the other, or their sums leave
-  // the registers.
-  template <int kRows>
-  static DUCK_INLINE void gate_up_block(const Unit& unit, const float* (&x)[kRows], uint32_t first,
-                                        uint32_t end, Floats (&sums)[2][kRows]) {
-    for (int row = 0; row < kRows; ++row) sums[0][row] = sums[1][row] = Lanes::zero();
-    if constexpr (kRows <= Lanes::kRowsWithTwoParts) {
-      for (uint32_t record = first; record < end; ++record) {
-        const uint8_t* gate = unit.gate_up + 2 * static_cast<size_t>(record) * kRecordBytes;
-        prefetch(gate, 2 * kRecordBytes);
-        const uint8_t* const magnitudes[2] = {gate, gate + kRecordBytes};
-        Signs signs[2] = {Lanes::load_signs(gate + kRecordMagnitudes),
-                          Lanes::load_signs(gate + kRecordBytes + kRecordMagnitudes)};
-        const float* record_x[kRows];
-        for (int row = 0; row < kRows; ++row) record_x[row] = x[row] + record * kRecordRows;
-        add_products<2, kRows, kRecordRows>(magnitudes, signs, record_x, sums);
-      }
-    } else {
-      for (int part = 0; part < 2; ++part) {
-        Floats part_sums[1][kRows];
-        for (int row = 0; row < kRows; ++row) part_sums[0][row] = Lanes::zero();
-        for (uint32_t record = first; record < end; ++record) {
-          const uint8_t* const magnitudes[1] = {unit.gate_up +
-                                                (2 * static_cast<size_t>(record) + part) * kRecordBytes};
-          prefetch(magnitudes[0], kRecordBytes);
-          Signs signs[1] = {Lanes::load_signs(magnitudes[0] + kRecordMagnitudes)};
-          const float* record_x[kRows];
-          for (int row = 0; row < kRows; ++row) record_x[row] = x[row] + record * kRecordRows;
-          add_products<1, kRows, kRecordRows>(magnitudes, signs, record_x, part_sums);
-        }
-        for (int row = 0; row < kRows; ++row) sums[part][row] = part_sums[0][row];
-      }
-    }
-  }
-
-  static DUCK_INLINE void add_scaled(float* y, Floats sums, Floats scale) {
-    Lanes::store(y, Lanes::add(Lanes::load(y), Lanes::mul(sums, scale)));
-  }
-
-  // A record of down is two tiles of [16 channels][16 outputs].
-  template <int kRows>
-  static void down_rows(const Unit& unit, float* const* activations, float* const* rows_y,
-                        uint32_t channel_offset, uint32_t first_record, uint32_t end_record) {
-    const float* a[kRows];
-    for (int row = 0; row < kRows; ++row) a[row] = activations[row] + channel_offset;
-    for (uint32_t record = first_record; record < end_record; ++record) {
-      const uint8_t* tile = unit.down + static_cast<size_t>(record) * kRecordBytes;
-      prefetch(tile, kRecordBytes);
-      const Floats scale =
-          Lanes::broadcast(load_f32(unit.down_scales, record / kRecordsPerBlock) * kSumPostscale);
-      const Signs signs = Lanes::load_signs(tile + kRecordMagnitudes);
-      const uint32_t output = record * kRecordRows;
-      if constexpr (kRows <= Lanes::kRowsWithTwoParts) {
-        Floats sums[2][kRows];
-        for (int row = 0; row < kRows; ++row) sums[0][row] = sums[1][row] = Lanes::zero();
-        const uint8_t* const magnitudes[2] = {tile, tile + kRecordMagnitudes / 2};
-        Signs tile_signs[2] = {signs, Lanes::skip_16_rows(signs)};
-        add_products<2, kRows, kStripeChannels>(magnitudes, tile_signs, a, sums);
-        for (int row = 0; row < kRows; ++row) {
-          add_scaled(rows_y[row] + output, sums[0][row], scale);
-          add_scaled(rows_y[row] + output + kStripeChannels, sums[1][row], scale);
-        }
-      } else {
-        for (int part = 0; part < 2; ++part) {
-          Floats sums[1][kRows];
-          for (int row = 0; row < kRows; ++row) sums[0][row] = Lanes::zero();
-          const uint8_t* const magnitudes[1] = {tile + part * (kRecordMagnitudes / 2)};
-          Signs tile_signs[1] = {part == 0 ? signs : Lanes::skip_16_rows(signs)};
-          add_products<1, kRows, kStripeChannels>(magnitudes, tile_signs, a, sums);
-          for (int row = 0; row < kRows; ++row) {
-            add_scaled(rows_y[row] + output + part * kStripeChannels, sums[0][row], scale);
-          }
-        }
-      }
-    }
-  }
-
-  static void gate_up(const Unit& unit, const PairRows& pairs, uint32_t channel_offset,
-                      uint32_t num_channels) {
-    static constexpr decltype(&gate_up_rows<1>) kByRows[] = {&gate_up_rows<1>, &gate_up_rows<2>,
-                                                             &gate_up_rows<3>, &gate_up_rows<4>};
-    for (uint32_t pair = 0; pair < pairs.count; pair += kMaxRows) {
-      const uint32_t rows = pairs.count - pair < kMaxRows ? pairs.count - pair : kMaxRows;
-      kByRows[rows - 1](unit, pairs.x + pair, pairs.weights + pair, pairs.activations + pair, channel_offset,
-                        num_channels);
-    }
-  }
-
-  static void down(const Unit& unit, const PairRows& pairs, uint32_t channel_offset, uint32_t first_record,
-                   uint32_t end_record) {
-    static constexpr decltype(&down_rows<1>) kByRows[] = {&down_rows<1>, &down_rows<2>, &down_rows<3>,
-                                                          &down_rows<4>};
-    for (uint32_t pair = 0; pair < pairs.count; pair += kMaxRows) {
-      const uint32_t rows = pairs.count - pair < kMaxRows ? pairs.count - pair : kMaxRows;
-      kByRows[rows - 1](unit, pairs.activations + pair, pairs.y + pair, channel_offset, first_record,
-                        end_record);
-    }
+  static constexpr KernelTable table(Isa isa) {
+    return {isa,
+            {format_kernels<typename Lanes::Fp9>(), format_kernels<typename Lanes::Fp8>(),
+             format_kernels<typename Lanes::Bf16>()},
+            &activate,
+            &multiply,
+            &fill_panel};
   }
 };
 

@@ -1,4 +1,4 @@
-// The fp9 packer: see pack.h and docs/weight-format.md.
+// The packer: see pack.h and docs/weight-format.md.
 #include "kernels/pack.h"
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 #include <cstring>
 #include <limits>
 
-#include "kernels/fp9.h"
+#include "kernels/weight_format.h"
 
 static_assert(std::endian::native == std::endian::little, "the payload is little-endian");
 
@@ -36,26 +36,27 @@ struct RecordSource {
 };
 
 // Fills rows [first_row, first_row + source.rows) of a record that is zero there.
-void pack_rows(const RecordSource& source, size_t first_row, uint8_t* magnitudes, uint32_t* signs) {
+void pack_rows(const RecordSource& source, size_t first_row, WeightFormat format, uint8_t* record) {
   for (size_t lane = 0; lane < source.lanes; ++lane) {
     const uint8_t* bytes = source.first + lane * source.lane_stride;
-    uint32_t word = 0;
-    for (size_t row = 0; row < source.rows; ++row) {
-      const uint8_t byte = bytes[row * source.row_stride];
-      magnitudes[(first_row + row) * kStripeChannels + lane] = kMagnitudes[byte];
-      word |= static_cast<uint32_t>(byte >> 7) << (31 - first_row - row);
+    uint32_t signs = 0;
+    for (size_t i = 0; i < source.rows; ++i) {
+      const int row = static_cast<int>(first_row + i);
+      const uint8_t byte = bytes[i * source.row_stride];
+      const bool is_fp9 = format == WeightFormat::kFp9;
+      record[weight_index(row, static_cast<int>(lane))] = is_fp9 ? kMagnitudes[byte] : byte;
+      signs |= static_cast<uint32_t>(byte >> 7) << sign_bit(row);
     }
-    signs[lane] |= word;
+    if (format != WeightFormat::kFp9) continue;
+    uint8_t* word = record + kRecordWeights + 4 * lane;
+    uint32_t others;
+    std::memcpy(&others, word, 4);
+    signs |= others;
+    std::memcpy(word, &signs, 4);
   }
 }
 
-struct Record {
-  uint8_t magnitudes[kRecordMagnitudes];
-  uint32_t signs[kStripeChannels];
-};
-static_assert(sizeof(Record) == kRecordBytes);
-
-void pack_unit(const E4m3Expert& expert, size_t stripe, uint8_t* unit) {
+void pack_unit(const E4m3Expert& expert, size_t stripe, WeightFormat format, uint8_t* unit) {
   const size_t hidden = expert.hidden_size, intermediate = expert.intermediate_size;
   const size_t hidden_blocks = ceil_div(hidden, kScaleBlock),
                channel_blocks = ceil_div(intermediate, kScaleBlock);
@@ -70,29 +71,26 @@ void pack_unit(const E4m3Expert& expert, size_t stripe, uint8_t* unit) {
     for (size_t i = 0; i < 3; ++i) std::memcpy(unit + 4 * (i * hidden_blocks + block), &scales[i], 4);
   }
 
-  const size_t num_records = padded_hidden(hidden) / kRecordRows;
+  const size_t num_records = padded_hidden(hidden) / kRecordRows, bytes = record_bytes(format);
   uint8_t* gate_up = unit + unit_scale_bytes(hidden);
-  uint8_t* down = gate_up + 2 * num_records * kRecordBytes;
+  uint8_t* down = gate_up + 2 * num_records * bytes;
+  std::memset(gate_up, 0, 3 * num_records * bytes);
   for (size_t index = 0; index < num_records; ++index) {
     const size_t first = index * kRecordRows;
     const size_t rows = std::min<size_t>(kRecordRows, hidden - first);
     for (int part = 0; part < 2; ++part) {
       const uint8_t* matrix = part == 0 ? expert.gate : expert.up;
-      Record record{};
-      pack_rows({matrix + first_channel * hidden + first, 1, hidden, rows, channels}, 0, record.magnitudes,
-                record.signs);
-      std::memcpy(gate_up + (2 * index + part) * kRecordBytes, &record, kRecordBytes);
+      pack_rows({matrix + first_channel * hidden + first, 1, hidden, rows, channels}, 0, format,
+                gate_up + (2 * index + part) * bytes);
     }
-    Record record{};
     for (size_t tile = 0; tile < 2; ++tile) {
       const size_t first_output = first + tile * kStripeChannels;
       if (first_output >= hidden) break;
       const size_t outputs = std::min<size_t>(kStripeChannels, hidden - first_output);
       pack_rows(
           {expert.down + first_output * intermediate + first_channel, 1, intermediate, channels, outputs},
-          tile * kStripeChannels, record.magnitudes, record.signs);
+          tile * kStripeChannels, format, down + index * bytes);
     }
-    std::memcpy(down + index * kRecordBytes, &record, kRecordBytes);
   }
 }
 
@@ -106,10 +104,10 @@ size_t count_nan_e4m3(const uint8_t* bytes, size_t size) {
   return count;
 }
 
-void pack_expert_units(const E4m3Expert& expert, uint8_t* units) {
+void pack_expert_units(const E4m3Expert& expert, WeightFormat format, uint8_t* units) {
   const size_t num_stripes = ceil_div(expert.intermediate_size, kStripeChannels);
   for (size_t stripe = 0; stripe < num_stripes; ++stripe) {
-    pack_unit(expert, stripe, units + stripe * unit_bytes(expert.hidden_size));
+    pack_unit(expert, stripe, format, units + stripe * unit_bytes(format, expert.hidden_size));
   }
 }
 

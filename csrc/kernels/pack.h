@@ -1,10 +1,12 @@
-// Packing of a checkpoint's FP8 e4m3 experts into fp9 units, and the quantisation of float weights to e4m3
-// blocks before it. Called by kernels/bind.cpp for the converter; src/duckllm/weights/fp9.py is the numpy
-// twin, byte for byte.
+// Packing of a checkpoint's FP8 e4m3 experts into fp9 or fp8 units, and the quantisation of float weights to
+// e4m3 blocks before it. Called by kernels/bind.cpp for the converter; src/duckllm/weights/fp9.py is the
+// numpy twin, byte for byte.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+
+#include "kernels/weight_format.h"
 
 namespace duck {
 
@@ -27,8 +29,9 @@ uint8_t fp9_magnitude(uint8_t e4m3);
 // How many of the bytes are e4m3 NaN (0x7f, 0xff).
 size_t count_nan_e4m3(const uint8_t* bytes, size_t size);
 
-// Writes all ceil(I / 16) units, unit_bytes(H) each, padding included. The expert must hold no NaN.
-void pack_expert_units(const E4m3Expert& expert, uint8_t* units);
+// Writes all ceil(I / 16) units, unit_bytes(format, H) each, padding included, fp9 or fp8. The expert must
+// hold no NaN.
+void pack_expert_units(const E4m3Expert& expert, WeightFormat format, uint8_t* units);
 
 // The e4m3 byte nearest to a value, ties to even, magnitudes over 448 to 448. The value must not be NaN.
 uint8_t e4m3_from_f32(float value);

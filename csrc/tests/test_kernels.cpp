@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "kernels/experts.h"
-#include "kernels/fp9.h"
 #include "kernels/pack.h"
+#include "kernels/weight_format.h"
 #include "tests/check.h"
 #include "threads/thread_pool.h"
 
@@ -38,14 +38,14 @@ struct Layer {
   std::vector<uint8_t> units;
 
   size_t stripes() const { return ceil_div(intermediate, kStripeChannels); }
-  LayerUnits view() const { return {units.data(), stripes() * unit_bytes(hidden)}; }
+  LayerUnits view() const { return {units.data(), stripes() * unit_bytes(WeightFormat::kFp9, hidden)}; }
 };
 
 // Random finite weights of every exponent; scales of one magnitude.
 Layer random_layer(size_t hidden, size_t intermediate, size_t experts, float gate_up_scale,
                    float down_scale) {
   Layer layer{hidden, intermediate, experts, {}};
-  layer.units.resize(experts * layer.stripes() * unit_bytes(hidden));
+  layer.units.resize(experts * layer.stripes() * unit_bytes(WeightFormat::kFp9, hidden));
   std::minstd_rand random(17);
   const size_t blocks = ceil_div(hidden, kScaleBlock) * ceil_div(intermediate, kScaleBlock);
   for (size_t expert = 0; expert < experts; ++expert) {
@@ -60,7 +60,8 @@ Layer random_layer(size_t hidden, size_t intermediate, size_t experts, float gat
     const std::vector<float> gate_up(blocks, gate_up_scale), down(blocks, down_scale);
     pack_expert_units({hidden, intermediate, codes[0].data(), codes[1].data(), codes[2].data(),
                        gate_up.data(), gate_up.data(), down.data()},
-                      layer.units.data() + expert * layer.stripes() * unit_bytes(hidden));
+                      WeightFormat::kFp9,
+                      layer.units.data() + expert * layer.stripes() * unit_bytes(WeightFormat::kFp9, hidden));
   }
   return layer;
 }

@@ -13,7 +13,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include "kernels/fp9.h"
 #include "tests/check.h"
 #include "threads/thread_pool.h"
 #include "wire/frame.h"
@@ -83,7 +82,7 @@ class Worker {
     shape.num_stripes = kStripes;
     experts_ = std::make_unique<Experts>(shape, kMaxTokens, Isa::kScalar, pool_);
     fill_units();
-    layers_[kLayer] = {units_, kStripes * unit_bytes(kHidden)};
+    layers_[kLayer] = {units_, kStripes * unit_bytes(WeightFormat::kFp9, kHidden)};
     loop_ = std::make_unique<StepLoop>(*experts_, layers_, limits);
   }
   ~Worker() { std::free(units_); }
@@ -136,13 +135,14 @@ class Worker {
  private:
   // Magnitudes and signs at random, scales of about one: any magnitude byte from 1 << 3 on is a number.
   void fill_units() {
-    const size_t bytes = kExperts * kStripes * unit_bytes(kHidden);
+    const size_t bytes = kExperts * kStripes * unit_bytes(WeightFormat::kFp9, kHidden);
     units_ = static_cast<uint8_t*>(std::aligned_alloc(64, bytes));
     std::minstd_rand random(5);
     for (size_t i = 0; i < bytes; ++i) units_[i] = static_cast<uint8_t>(0x80 + random() % 0x50);
     for (size_t unit = 0; unit < kExperts * kStripes; ++unit) {
       const float scale = 0.001f * static_cast<float>(1 + unit);
-      for (size_t i = 0; i < 3; ++i) std::memcpy(units_ + unit * unit_bytes(kHidden) + 4 * i, &scale, 4);
+      for (size_t i = 0; i < 3; ++i)
+        std::memcpy(units_ + unit * unit_bytes(WeightFormat::kFp9, kHidden) + 4 * i, &scale, 4);
     }
   }
 

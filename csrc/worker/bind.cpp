@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "kernels/experts.h"
-#include "kernels/fp9.h"
+#include "kernels/weight_format.h"
 #include "threads/thread_pool.h"
 #include "worker/step_loop.h"
 
@@ -65,7 +65,7 @@ class StepServer {
                                   "] experts and stripes, expected [" + std::to_string(shape.num_experts) +
                                   ", " + std::to_string(shape.num_stripes) + "]");
     }
-    const size_t bytes = unit_bytes(shape.hidden_size);
+    const size_t bytes = unit_bytes(shape.format, shape.hidden_size);
     if (units.shape(2) != bytes) {
       throw std::invalid_argument("unit bytes of layer " + std::to_string(layer) + ": got " +
                                   std::to_string(units.shape(2)) + ", expected " + std::to_string(bytes));
@@ -103,16 +103,16 @@ void bind_worker(nb::module_& m) {
           [](StepServer* self, uint32_t hidden_size, uint32_t intermediate_size, uint32_t num_experts,
              uint32_t top_k, uint32_t first_stripe, uint32_t num_stripes, uint32_t max_step_tokens,
              int num_threads, int spin_us, int64_t frame_timeout_ms, int64_t send_timeout_ms,
-             const std::string& isa) {
-            const ExpertShape shape{hidden_size, intermediate_size, num_experts,
-                                    top_k,       first_stripe,      num_stripes};
+             const std::string& isa, const std::string& format) {
+            const ExpertShape shape{hidden_size,  intermediate_size, num_experts,         top_k,
+                                    first_stripe, num_stripes,       parse_format(format)};
             new (self) StepServer(shape, {max_step_tokens, spin_us, frame_timeout_ms, send_timeout_ms},
                                   num_threads, isa);
           },
           nb::kw_only(), nb::arg("hidden_size"), nb::arg("intermediate_size"), nb::arg("num_experts"),
           nb::arg("top_k"), nb::arg("first_stripe"), nb::arg("num_stripes"), nb::arg("max_step_tokens"),
           nb::arg("num_threads"), nb::arg("spin_us") = 0, nb::arg("frame_timeout_ms") = 30'000,
-          nb::arg("send_timeout_ms") = 60'000, nb::arg("isa") = "auto")
+          nb::arg("send_timeout_ms") = 60'000, nb::arg("isa") = "auto", nb::arg("format") = "fp9")
       .def("add_layer", &StepServer::add_layer, nb::arg("layer"), nb::arg("units").noconvert(),
            "Takes the slice's units [E, S, unit_bytes] u8 of a layer; kept alive, not copied.")
       .def("serve", &StepServer::serve, nb::arg("fd"), nb::call_guard<nb::gil_scoped_release>(),

@@ -24,8 +24,13 @@ def available_isas() -> list[str]:
     Names of the instruction sets that this machine can run, from the slowest to the best.
     """
 
-def unit_bytes(hidden_size: int) -> int:
-    """Bytes of one unit (expert, stripe) in the fp9 format."""
+def unit_bytes(hidden_size: int, format: str = "fp9") -> int:
+    """
+    Bytes of one unit (expert, stripe) in the format fp9 or fp8.
+
+    Raises:
+        ValueError: another format, or a size out of range.
+    """
 
 def count_nan_e4m3(bytes: numpy.typing.NDArray[numpy.uint8]) -> int:
     """
@@ -43,14 +48,15 @@ def pack_expert_units(
     up_scale: numpy.typing.NDArray[numpy.float32],
     down_scale: numpy.typing.NDArray[numpy.float32],
     out: numpy.typing.NDArray[numpy.uint8] | None = None,
+    format: str = "fp9",
 ) -> numpy.typing.NDArray[numpy.uint8]:
     """
-    Packs one e4m3 expert into fp9 units.
+    Packs one e4m3 expert into units of the format fp9 or fp8.
 
     Shapes:
         gate, up: [I, H] uint8; down: [H, I] uint8
         gate_scale, up_scale: [ceil(I/128), ceil(H/128)] f32; down_scale: [ceil(H/128), ceil(I/128)] f32
-        out, result: [ceil(I/16), unit_bytes(H)] uint8
+        out, result: [ceil(I/16), unit_bytes(H, format)] uint8
 
     Raises:
         ValueError: a wrong shape or type, or NaN bytes (with their count).
@@ -95,6 +101,7 @@ class Experts:
         num_threads: int,
         spin_us: int,
         isa: str = "auto",
+        format: str = "fp9",
     ) -> None: ...
     def run(
         self,
@@ -109,7 +116,7 @@ class Experts:
         The weighted sum of the rows' experts, restricted to the slice: partial sums [T, H] f32.
 
         Shapes:
-            units: [E, any, unit_bytes(H)] uint8, the stripes from units_first_stripe on; may be a memory map
+            units: [E, any, unit_bytes(H, format)] uint8, the stripes from units_first_stripe on; may be a memory map
             x: [T, H] f32, or bf16 as uint16; topk_ids: [T, K] int32; topk_weights: [T, K] f32
             out, result: [T, H] f32
 
@@ -308,6 +315,7 @@ class StepServer:
         frame_timeout_ms: int = 30000,
         send_timeout_ms: int = 60000,
         isa: str = "auto",
+        format: str = "fp9",
     ) -> None: ...
     def add_layer(
         self,

@@ -27,7 +27,7 @@ def new_experts(isa: str) -> Callable[..., _native.Experts]:
             "top_k": 8,
             "first_stripe": 0,
             "num_stripes": layer.num_stripes,
-            "max_tokens": 64,
+            "max_tokens": 150,
             "num_threads": 1,
             "spin_us": 0,
             "isa": isa,

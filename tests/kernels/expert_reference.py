@@ -114,15 +114,15 @@ def expert_sums(
 
     It follows the order of summation of csrc/kernels/experts.h, to first order in the roundoff u: a chain
     of n multiply-adds is within (n + 1) u of the sum of absolute terms, where kernels without FMA need the 1;
-    each block adds a product and a sum; errors of gate, up and activation pass on through the slopes.
+    each block adds two sums and a product; errors of gate, up and activation pass on through the slopes.
     """
     x, weights = x.astype(np.float64), topk_weights.astype(np.float64)
     y, bound = np.zeros_like(x), np.zeros_like(x)
     magnitude = np.zeros_like(x)
     blocks = -(-layer.hidden // 128)
-    dot_error = (min(layer.hidden, 128) + blocks + 2) * UNIT_ROUNDOFF
+    dot_error = (min(layer.hidden, 128) / 2 + min(blocks, 8) + -(-blocks // 8) + 4) * UNIT_ROUNDOFF
     stripes = len(range(*channels.indices(layer.num_stripes * 16))) // 16
-    sum_error = (stripes * topk_ids.shape[1] + 19) * UNIT_ROUNDOFF
+    sum_error = (stripes * topk_ids.shape[1] + 12) * UNIT_ROUNDOFF
     for row in range(x.shape[0]):
         for expert, weight in zip(topk_ids[row], weights[row], strict=True):
             gate, up, down = layer.dense(expert)
@@ -132,19 +132,22 @@ def expert_sums(
             s = silu(g)
             ds = 1.1 * dg + SILU_RELATIVE * abs(s)
             a = s * u * weight
-            da = abs(weight) * (ds * (abs(u) + du) + abs(s) * du) + 3 * UNIT_ROUNDOFF * abs(a)
+            da = abs(weight) * (ds * (abs(u) + du) + abs(s) * du) + 4 * UNIT_ROUNDOFF * abs(a)
             y[row] += down @ a
             magnitude[row] += abs(down) @ abs(a)
             bound[row] += abs(down) @ (da + SMALLEST_ACTIVATION)
     return y, bound + sum_error * magnitude
 
 
-def pack(layer: Layer) -> np.ndarray:
+def pack(layer: Layer, weight_format: str = "fp9") -> np.ndarray:
     """All units of a layer, [E, S_total, unit_bytes(H)] uint8."""
     names = ("gate", "up", "down", "gate_scale", "up_scale", "down_scale")
     experts = range(layer.num_experts)
     return np.stack(
-        [_native.pack_expert_units(*(getattr(layer, name)[e] for name in names)) for e in experts]
+        [
+            _native.pack_expert_units(*(getattr(layer, name)[e] for name in names), format=weight_format)
+            for e in experts
+        ]
     )
 
 

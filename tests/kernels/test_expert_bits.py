@@ -13,8 +13,8 @@ from duckllm import _native
 NewExperts = Callable[..., _native.Experts]
 
 
-@pytest.mark.parametrize(("hidden", "intermediate"), [(33, 17), (200, 100), (576, 48)])
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(33, 17), (200, 100), (1100, 136)])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 64, 150])
 def test_rows_together_and_one_at_a_time(
     new_experts: NewExperts, hidden: int, intermediate: int, num_tokens: int
 ) -> None:
@@ -70,21 +70,30 @@ def test_no_rows(new_experts: NewExperts) -> None:
 
 
 def test_order_of_summation(new_experts: NewExperts) -> None:
-    """Experts in ascending id, their stripes in order, a row's pairs in ascending k; each sum added so."""
+    """Experts in ascending id, their stripes in order; an id named twice counts once."""
     layer = Layer.random(4, 40, 48)
     units = pack(layer)
     x, _, topk_weights = random_step(layer, 6, top_k=7)
     topk_ids = np.array([[2, 0, 2, 3, 2, 0, 1]] * 6, np.int32)
     total = np.zeros_like(x)
     for expert in range(4):
+        weights = np.zeros((6, 1), np.float32)
+        for k in np.flatnonzero(topk_ids[0] == expert):
+            weights[:, 0] += topk_weights[:, k]
         for stripe in range(3):
-            for k in np.flatnonzero(topk_ids[0] == expert):
-                one = slice(k, k + 1)
-                part = new_experts(layer, first_stripe=stripe, num_stripes=1)
-                total += part.run(
-                    units,
-                    x,
-                    np.ascontiguousarray(topk_ids[:, one]),
-                    np.ascontiguousarray(topk_weights[:, one]),
-                )
+            part = new_experts(layer, first_stripe=stripe, num_stripes=1)
+            total += part.run(units, x, np.full((6, 1), expert, np.int32), weights)
     assert_same_bits(new_experts(layer).run(units, x, topk_ids, topk_weights), total)
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(33, 17), (576, 100), (1100, 40), (2100, 136)])
+@pytest.mark.parametrize("num_tokens", [1, 3, 30])
+def test_both_formats_give_the_same_bits(
+    new_experts: NewExperts, hidden: int, intermediate: int, num_tokens: int
+) -> None:
+    layer = Layer.random(3, hidden, intermediate)
+    x, topk_ids, topk_weights = random_step(layer, num_tokens, top_k=3)
+    fp9 = new_experts(layer).run(pack(layer), x, topk_ids, topk_weights)
+    fp8 = new_experts(layer, format="fp8").run(pack(layer, "fp8"), x, topk_ids, topk_weights)
+    assert len(np.unique(fp9)) > 0.9 * fp9.size
+    assert_same_bits(fp9, fp8)

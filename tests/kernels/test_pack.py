@@ -32,7 +32,8 @@ def read_weight(unit: np.ndarray, hidden: int, which: str, index: int, channel: 
         record = 2 * block + (which == "up")
     start = scale_bytes + 576 * record
     sign_word = int.from_bytes(unit[start + 512 + 4 * lane : start + 516 + 4 * lane].tobytes(), "little")
-    return value_of(int(unit[start + 16 * row + lane]), (sign_word >> (31 - row)) & 1)
+    magnitude = unit[start + 32 * (row // 2) + 2 * lane + row % 2]
+    return value_of(int(magnitude), (sign_word >> (16 * (row % 2) + 15 - row // 2)) & 1)
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), [(1, 1), (31, 15), (33, 17), (200, 200), (576, 130)])

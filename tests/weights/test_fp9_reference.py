@@ -99,11 +99,13 @@ def test_places_of_single_weights() -> None:
     assert units.shape == (3, 64 + 9 * 576)
     unit = units[1].copy()
     records = unit[64:].reshape(9, 576)
-    assert records[4, 6 * 16 + 5] == 0xB8  # gate: row block 2, row 6, lane 5
-    assert records[4, 512 + 5 * 4 :][:4].view("<u4")[0] == 1 << (31 - 6)
-    assert records[3, 1 * 16 + 5] == 0xB9  # up: row block 1, row 1
-    assert records[8, 5 * 16 + 6] == 0xBA  # down: row block 2, tile 0, row = channel 5, lane = output 6
-    assert records[8, 512 + 6 * 4 :][:4].view("<u4")[0] == 1 << (31 - 5)
+    assert records[4, 3 * 32 + 2 * 5] == 0xB8  # gate: row block 2, row 6, lane 5
+    assert records[4, 512 + 5 * 4 :][:4].view("<u4")[0] == 1 << (15 - 3)
+    assert records[3, 2 * 5 + 1] == 0xB9  # up: row block 1, row 1
+    assert (
+        records[8, 2 * 32 + 2 * 6 + 1] == 0xBA
+    )  # down: row block 2, tile 0, row = channel 5, lane = output 6
+    assert records[8, 512 + 6 * 4 :][:4].view("<u4")[0] == 1 << (16 + 15 - 2)
     records[:] = 0
     assert unit[:12].view("<f4").tolist() == [1, 1, 1]
     assert not unit[12:].any()

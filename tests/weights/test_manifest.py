@@ -41,7 +41,7 @@ def test_fields(model: Path) -> None:
     assert (manifest.num_experts, manifest.num_experts_per_tok) == (4, 2)
     assert (manifest.num_stripes, manifest.unit_bytes) == (3, 64 + 9 * 576)
     assert manifest.block_size == (128, 128)
-    assert (manifest.format, manifest.format_version) == ("fp9", 1)
+    assert (manifest.format, manifest.format_version) == ("fp9", 2)
     assert manifest.architecture == "DeepseekV32ForCausalLM"
     assert manifest.model_type == "deepseek_v32"
     assert manifest.created_by.startswith("duckllm ")
@@ -54,7 +54,7 @@ def test_fields(model: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "words"),
     [
-        (lambda v: v.update(format_version=2), WeightFormatError, "format_version: got 2, expected 1"),
+        (lambda v: v.update(format_version=1), WeightFormatError, "format_version: got 1, expected 2"),
         (lambda v: v.update(format="fp7"), WeightFormatError, "format: got 'fp7', expected one of fp9"),
         (lambda v: v.pop("hidden_size"), CheckpointError, "hidden_size"),
         (lambda v: v.update(extra=1), CheckpointError, "extra"),

@@ -26,9 +26,9 @@ def ceil(a: int, b: int) -> int:
 
 
 def read_weight(unit: bytes, record: int, row: int, lane: int) -> float:
-    magnitude = unit[record + 16 * row + lane]
+    magnitude = unit[record + 32 * (row // 2) + 2 * lane + row % 2]
     (signs,) = struct.unpack_from("<I", unit, record + 512 + 4 * lane)
-    sign = -1.0 if signs >> (31 - row) & 1 else 1.0
+    sign = -1.0 if signs >> (16 * (row % 2) + 15 - row // 2) & 1 else 1.0
     if magnitude == 0:
         return sign * 0.0
     exponent, mantissa = magnitude >> 3, magnitude & 7
@@ -69,7 +69,7 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest = json.loads((folder / "duck.json").read_text())
-        assert self.manifest["format_version"] == 1
+        assert self.manifest["format_version"] == 2
         assert self.manifest["format"] == "fp9"
         self.hidden, self.intermediate = self.manifest["hidden_size"], self.manifest["moe_intermediate_size"]
         hidden, blocks = self.hidden, ceil(self.hidden, 32)
@@ -174,7 +174,7 @@ def test_the_example_of_the_page(page: str) -> None:
     units = fp9.pack_expert_units(fp9.ExpertWeights(*codes, *scales))
     shown = bytearray(1792)
     lines = re.findall(r"^([0-9a-f]{4})((?:  ?[0-9a-f]{2}){16})$", page, re.MULTILINE)
-    assert len(lines) == 12
+    assert len(lines) == 9
     for offset, text in lines:
         shown[int(offset, 16) : int(offset, 16) + 16] = bytes.fromhex(text)
     assert units.tobytes() == bytes(shown)

@@ -1,103 +1,112 @@
-// AVX2 with FMA: 16 lanes are two registers. A weight is decoded by a widening load, a shift and an OR.
+// AVX2 with FMA: the 16 lanes of a record row are two registers, two rows of a pair are decoded together.
 #include <immintrin.h>
 
 #include "kernels/lane_kernels.h"
 
 namespace duck::avx2 {
-namespace {
-
-struct Floats {
-  __m256 low, high;
-};
-struct Signs {
-  __m256i low, high;
-};
-
-DUCK_INLINE __m256 decode_half(const uint8_t* magnitudes, __m256i signs) {
-  const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(magnitudes)));
-  const __m256i sign = _mm256_and_si256(signs, _mm256_set1_epi32(INT32_MIN));
-  return _mm256_castsi256_ps(_mm256_or_si256(_mm256_slli_epi32(bytes, 20), sign));
-}
-
-DUCK_INLINE __m256 power_of_two_half(__m256 n) {
-  return _mm256_castsi256_ps(
-      _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
-}
-
-constexpr int kRoundNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-
-}  // namespace
 
 struct Lanes {
-  using Floats = avx2::Floats;
-  using Signs = avx2::Signs;
-  // 16 registers: one row leaves room for gate and up at once.
-  static constexpr int kRowsWithTwoParts = 1;
+  using Floats = __m256;
+  static constexpr int kLanes = 8;
+  // 16 registers: with three or four rows one vector at a time, which decodes no weight twice.
+  static constexpr int kBlockRows = 4;
+  static constexpr int kTileRows = 6;  // 12 sums
+  static constexpr int parts_at_once(int) { return 1; }
+  static constexpr int vectors_at_once(int rows) { return rows <= 2 ? 2 : 1; }
 
-  static DUCK_INLINE Signs load_signs(const uint8_t* words) {
-    return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(words)),
-            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words + 32))};
+  // The two f32 of each lane from 16-bit words that are their upper halves, the first row in the lower one.
+  static DUCK_INLINE void split(__m256i words, Floats& low, Floats& high) {
+    low = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+    high = _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
   }
-  static DUCK_INLINE Signs next_row(Signs s) {
-    return {_mm256_add_epi32(s.low, s.low), _mm256_add_epi32(s.high, s.high)};
-  }
-  static DUCK_INLINE Signs skip_16_rows(Signs s) {
-    return {_mm256_slli_epi32(s.low, 16), _mm256_slli_epi32(s.high, 16)};
-  }
-  static DUCK_INLINE Floats decode(const uint8_t* magnitudes, Signs s) {
-    return {decode_half(magnitudes, s.low), decode_half(magnitudes + 8, s.high)};
+  static DUCK_INLINE __m128i load_bytes(const uint8_t* record, int pair, int vector) {
+    return _mm_loadu_si128(
+        reinterpret_cast<const __m128i*>(record + 2 * kStripeChannels * pair + 2 * kLanes * vector));
   }
 
-  static DUCK_INLINE Floats load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-  static DUCK_INLINE void store(float* p, Floats a) {
-    _mm256_storeu_ps(p, a.low);
-    _mm256_storeu_ps(p + 8, a.high);
+  struct Fp9 {
+    static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kFp9);
+    static constexpr float kPostscale = sum_postscale(WeightFormat::kFp9);
+    using State = __m256i;  // sign words; the next pair's signs are at the top of both halves
+    template <int kFirstPair>
+    static DUCK_INLINE State start(const uint8_t* record, int vector) {
+      const __m256i signs =
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(record + kRecordWeights + 4 * kLanes * vector));
+      return kFirstPair == 0 ? signs : _mm256_slli_epi16(signs, kFirstPair);
+    }
+    static DUCK_INLINE void decode(const uint8_t* record, int pair, int vector, State& signs, Floats& low,
+                                   Floats& high) {
+      const __m256i magnitudes = _mm256_slli_epi16(_mm256_cvtepu8_epi16(load_bytes(record, pair, vector)), 4);
+      const __m256i sign = _mm256_and_si256(signs, _mm256_set1_epi16(INT16_MIN));
+      signs = _mm256_add_epi16(signs, signs);
+      split(_mm256_or_si256(magnitudes, sign), low, high);
+    }
+  };
+
+  struct Fp8 {
+    static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kFp8);
+    static constexpr float kPostscale = sum_postscale(WeightFormat::kFp8);
+    struct State {};
+    template <int kFirstPair>
+    static DUCK_INLINE State start(const uint8_t*, int) {
+      return {};
+    }
+    static DUCK_INLINE void decode(const uint8_t* record, int pair, int vector, State&, Floats& low,
+                                   Floats& high) {
+      const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_bytes(record, pair, vector)), 4);
+      split(_mm256_and_si256(words, _mm256_set1_epi16(static_cast<int16_t>(0x87f0))), low, high);
+    }
+  };
+
+  struct Bf16 {
+    static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kBf16);
+    static constexpr float kPostscale = sum_postscale(WeightFormat::kBf16);
+    struct State {};
+    template <int kFirstPair>
+    static DUCK_INLINE State start(const uint8_t*, int) {
+      return {};
+    }
+    static DUCK_INLINE void decode(const uint8_t* record, int pair, int vector, State&, Floats& low,
+                                   Floats& high) {
+      split(_mm256_loadu_si256(
+                reinterpret_cast<const __m256i*>(record + 4 * kStripeChannels * pair + 4 * kLanes * vector)),
+            low, high);
+    }
+  };
+
+  static DUCK_INLINE Floats load(const float* p) { return _mm256_loadu_ps(p); }
+  static DUCK_INLINE void store(float* p, Floats a) { _mm256_storeu_ps(p, a); }
+  // 16 values: those at even places to `even`, the others to `odd`.
+  static DUCK_INLINE void store_even_odd(const float* values, float* even, float* odd) {
+    const Floats a = load(values), b = load(values + 8);
+    const Floats low = _mm256_permute2f128_ps(a, b, 0x20), high = _mm256_permute2f128_ps(a, b, 0x31);
+    store(even, _mm256_shuffle_ps(low, high, 0x88));
+    store(odd, _mm256_shuffle_ps(low, high, 0xdd));
   }
-  static DUCK_INLINE Floats zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
-  static DUCK_INLINE Floats broadcast(float a) {
-    const __m256 all = _mm256_set1_ps(a);
-    return {all, all};
-  }
-  static DUCK_INLINE Floats add(Floats a, Floats b) {
-    return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)};
-  }
-  static DUCK_INLINE Floats mul(Floats a, Floats b) {
-    return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)};
-  }
-  static DUCK_INLINE Floats div(Floats a, Floats b) {
-    return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)};
-  }
-  static DUCK_INLINE Floats fma(Floats a, Floats b, Floats c) {
-    return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
-  }
-  static DUCK_INLINE Floats min(Floats a, Floats b) {
-    return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)};
-  }
-  static DUCK_INLINE Floats max(Floats a, Floats b) {
-    return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)};
-  }
-  static DUCK_INLINE Floats negate(Floats a) {
-    const __m256 sign = _mm256_set1_ps(-0.0f);
-    return {_mm256_xor_ps(a.low, sign), _mm256_xor_ps(a.high, sign)};
-  }
-  static DUCK_INLINE Floats abs(Floats a) {
-    const __m256 sign = _mm256_set1_ps(-0.0f);
-    return {_mm256_andnot_ps(sign, a.low), _mm256_andnot_ps(sign, a.high)};
-  }
+  static DUCK_INLINE Floats zero() { return _mm256_setzero_ps(); }
+  static DUCK_INLINE Floats broadcast(float a) { return _mm256_set1_ps(a); }
+  static DUCK_INLINE Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+  static DUCK_INLINE Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+  static DUCK_INLINE Floats div(Floats a, Floats b) { return _mm256_div_ps(a, b); }
+  static DUCK_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+  static DUCK_INLINE Floats min(Floats a, Floats b) { return _mm256_min_ps(a, b); }
+  static DUCK_INLINE Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+  static DUCK_INLINE Floats negate(Floats a) { return _mm256_xor_ps(a, _mm256_set1_ps(-0.0f)); }
+  static DUCK_INLINE Floats abs(Floats a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
   static DUCK_INLINE Floats round(Floats a) {
-    return {_mm256_round_ps(a.low, kRoundNearest), _mm256_round_ps(a.high, kRoundNearest)};
+    return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
   // 2^n of whole numbers -126 <= n <= 127.
   static DUCK_INLINE Floats power_of_two(Floats n) {
-    return {power_of_two_half(n.low), power_of_two_half(n.high)};
+    return _mm256_castsi256_ps(
+        _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
   }
   // a < b ? yes : no; `no` where either is NaN.
   static DUCK_INLINE Floats select_less(Floats a, Floats b, Floats yes, Floats no) {
-    return {_mm256_blendv_ps(no.low, yes.low, _mm256_cmp_ps(a.low, b.low, _CMP_LT_OQ)),
-            _mm256_blendv_ps(no.high, yes.high, _mm256_cmp_ps(a.high, b.high, _CMP_LT_OQ))};
+    return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
   }
 };
 
-const KernelTable kTable = {Isa::kAvx2, &LaneKernels<Lanes>::gate_up, &LaneKernels<Lanes>::down};
+const KernelTable kTable = LaneKernels<Lanes>::table(Isa::kAvx2);
 
 }  // namespace duck::avx2

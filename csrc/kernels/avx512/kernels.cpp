@@ -1,5 +1,5 @@
-// AVX-512 (F, BW, VL, DQ): 16 lanes are one register. A weight is decoded by a widening load, a shift and one
-// ternary logic operation that puts the sign in.
+// AVX-512 (F, BW, VL, DQ): the 16 lanes of a record row are one register, two rows of a pair are decoded
+// together. Under GCC a record row's broadcast is a memory operand of the FMA.
 #include <immintrin.h>
 
 #include "kernels/lane_kernels.h"
@@ -8,22 +8,77 @@ namespace duck::avx512 {
 
 struct Lanes {
   using Floats = __m512;
-  using Signs = __m512i;
-  // 32 registers: four rows of gate and up at once, eight sums.
-  static constexpr int kRowsWithTwoParts = 4;
+  static constexpr int kLanes = 16;
+  static constexpr int kBlockRows = 8;  // of the direct kernels: 16 sums
+  static constexpr int kTileRows = 12;  // of the tile kernels: 24 sums of 32 registers
+  static constexpr int parts_at_once(int rows) { return rows <= 4 ? 2 : 1; }
+  static constexpr int vectors_at_once(int) { return 1; }
 
-  static DUCK_INLINE Signs load_signs(const uint8_t* words) { return _mm512_loadu_si512(words); }
-  static DUCK_INLINE Signs next_row(Signs s) { return _mm512_add_epi32(s, s); }
-  static DUCK_INLINE Signs skip_16_rows(Signs s) { return _mm512_slli_epi32(s, 16); }
-  static DUCK_INLINE Floats decode(const uint8_t* magnitudes, Signs s) {
-    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(magnitudes)));
-    constexpr int kFirstOrSecondAndThird = 0xf8;  // a | (b & c)
-    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
-        _mm512_slli_epi32(bytes, 20), s, _mm512_set1_epi32(INT32_MIN), kFirstOrSecondAndThird));
+  // The two f32 of each lane from 16-bit words that are their upper halves, the first row in the lower one.
+  static DUCK_INLINE void split(__m512i words, Floats& low, Floats& high) {
+    low = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+    high = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
   }
+
+  struct Fp9 {
+    static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kFp9);
+    static constexpr float kPostscale = sum_postscale(WeightFormat::kFp9);
+    using State = __m512i;  // sign words; the next pair's signs are at the top of both halves
+    template <int kFirstPair>
+    static DUCK_INLINE State start(const uint8_t* record, int) {
+      const __m512i signs = _mm512_loadu_si512(record + kRecordWeights);
+      return kFirstPair == 0 ? signs : _mm512_slli_epi16(signs, kFirstPair);
+    }
+    static DUCK_INLINE void decode(const uint8_t* record, int pair, int, State& signs, Floats& low,
+                                   Floats& high) {
+      const __m512i bytes = _mm512_cvtepu8_epi16(
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(record + 2 * kStripeChannels * pair)));
+      constexpr int kFirstOrSecondAndThird = 0xf8;  // a | (b & c)
+      const __m512i words = _mm512_ternarylogic_epi32(_mm512_slli_epi16(bytes, 4), signs,
+                                                      _mm512_set1_epi16(INT16_MIN), kFirstOrSecondAndThird);
+      signs = _mm512_add_epi16(signs, signs);
+      split(words, low, high);
+    }
+  };
+
+  struct Fp8 {
+    static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kFp8);
+    static constexpr float kPostscale = sum_postscale(WeightFormat::kFp8);
+    struct State {};
+    template <int kFirstPair>
+    static DUCK_INLINE State start(const uint8_t*, int) {
+      return {};
+    }
+    static DUCK_INLINE void decode(const uint8_t* record, int pair, int, State&, Floats& low, Floats& high) {
+      const __m512i words = _mm512_cvtepi8_epi16(
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(record + 2 * kStripeChannels * pair)));
+      split(_mm512_and_si512(_mm512_slli_epi16(words, 4), _mm512_set1_epi16(static_cast<int16_t>(0x87f0))),
+            low, high);
+    }
+  };
+
+  struct Bf16 {
+    static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kBf16);
+    static constexpr float kPostscale = sum_postscale(WeightFormat::kBf16);
+    struct State {};
+    template <int kFirstPair>
+    static DUCK_INLINE State start(const uint8_t*, int) {
+      return {};
+    }
+    static DUCK_INLINE void decode(const uint8_t* record, int pair, int, State&, Floats& low, Floats& high) {
+      split(_mm512_loadu_si512(record + 4 * kStripeChannels * pair), low, high);
+    }
+  };
 
   static DUCK_INLINE Floats load(const float* p) { return _mm512_loadu_ps(p); }
   static DUCK_INLINE void store(float* p, Floats a) { _mm512_storeu_ps(p, a); }
+  // 32 values: those at even places to `even`, the others to `odd`.
+  static DUCK_INLINE void store_even_odd(const float* values, float* even, float* odd) {
+    const __m512i places = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const Floats a = load(values), b = load(values + 16);
+    store(even, _mm512_permutex2var_ps(a, places, b));
+    store(odd, _mm512_permutex2var_ps(a, _mm512_add_epi32(places, _mm512_set1_epi32(1)), b));
+  }
   static DUCK_INLINE Floats zero() { return _mm512_setzero_ps(); }
   static DUCK_INLINE Floats broadcast(float a) { return _mm512_set1_ps(a); }
   static DUCK_INLINE Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
@@ -48,6 +103,6 @@ struct Lanes {
   }
 };
 
-const KernelTable kTable = {Isa::kAvx512, &LaneKernels<Lanes>::gate_up, &LaneKernels<Lanes>::down};
+const KernelTable kTable = LaneKernels<Lanes>::table(Isa::kAvx512);
 
 }  // namespace duck::avx512

@@ -3,13 +3,11 @@
 #include <cmath>
 #include <cstring>
 
-#include "kernels/fp9.h"
 #include "kernels/kernel_table.h"
+#include "kernels/weight_format.h"
 
 namespace duck::scalar {
 namespace {
-
-constexpr int kRecordsPerBlock = kScaleBlock / kRecordRows;
 
 float load_f32(const uint8_t* bytes, uint32_t index) {
   float value;
@@ -17,29 +15,145 @@ float load_f32(const uint8_t* bytes, uint32_t index) {
   return value;
 }
 
-// w * 2^-104 for row `row` of lane `lane`.
-float decode(const uint8_t* record, int row, int lane) {
-  uint32_t signs;
-  std::memcpy(&signs, record + kRecordMagnitudes + 4 * lane, 4);
-  const uint32_t bits =
-      (static_cast<uint32_t>(record[row * kStripeChannels + lane]) << 20) | ((signs << row) & 0x80000000u);
+float from_bits(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, 4);
   return value;
 }
 
-// The rows [first, first + num) of a record, decoded once for all pairs.
-void decode_rows(const uint8_t* record, int first, int num, float (*weights)[kStripeChannels]) {
-  for (int row = 0; row < num; ++row) {
-    for (int lane = 0; lane < kStripeChannels; ++lane) weights[row][lane] = decode(record, first + row, lane);
+// w * 2^-104 for fp9, w * 2^-120 for fp8, w for bf16.
+template <WeightFormat kFormat>
+float decode(const uint8_t* record, int row, int lane) {
+  const int index = weight_index(row, lane);
+  if constexpr (kFormat == WeightFormat::kFp9) {
+    uint32_t signs;
+    std::memcpy(&signs, record + kRecordWeights + 4 * lane, 4);
+    return from_bits(static_cast<uint32_t>(record[index]) << 20 | (signs >> sign_bit(row) & 1) << 31);
+  } else if constexpr (kFormat == WeightFormat::kFp8) {
+    const uint32_t byte = record[index];
+    return from_bits((byte & 0x7f) << 20 | (byte >> 7) << 31);
+  } else {
+    uint16_t word;
+    std::memcpy(&word, record + 2 * index, 2);
+    return from_bits(static_cast<uint32_t>(word) << 16);
   }
 }
 
-// sums[lane] += sum over row of weights[row][lane] * x[row]
-void add_products(const float (*weights)[kStripeChannels], int num, const float* x, float* sums) {
+struct Sums {
+  float even[kStripeChannels] = {};
+  float odd[kStripeChannels] = {};
+  float total(int lane) const { return even[lane] + odd[lane]; }
+};
+
+// Adds the products of the record's rows [first, first + num), num and first even, and x[0 .. num).
+template <WeightFormat kFormat>
+void add_products(const uint8_t* record, int first, int num, const float* x, Sums& sums) {
   for (int row = 0; row < num; ++row) {
-    for (int lane = 0; lane < kStripeChannels; ++lane) sums[lane] += weights[row][lane] * x[row];
+    float* to = row % 2 == 0 ? sums.even : sums.odd;
+    for (int lane = 0; lane < kStripeChannels; ++lane) {
+      to[lane] += decode<kFormat>(record, first + row, lane) * x[row];
+    }
   }
+}
+
+// One row's dot products with part `part` of kParts.
+template <WeightFormat kFormat, int kParts>
+void dot_products(const Stream& stream, int part, const float* x, float* dots) {
+  constexpr size_t kBytes = record_bytes(kFormat);
+  constexpr uint32_t kPartRecords = kPartBlocks * kRecordsPerBlock;
+  for (int lane = 0; lane < kStripeChannels; ++lane) dots[lane] = 0.0f;
+  for (uint32_t part_first = stream.first_record; part_first < stream.end_record;
+       part_first += kPartRecords) {
+    float part_sums[kStripeChannels] = {};
+    for (uint32_t first = part_first; first < stream.end_record && first < part_first + kPartRecords;
+         first += kRecordsPerBlock) {
+      Sums sums;
+      for (uint32_t record = first; record < stream.end_record && record < first + kRecordsPerBlock;
+           ++record) {
+        add_products<kFormat>(stream.records + (kParts * record + part) * kBytes, 0, kRecordRows,
+                              x + record * kRecordRows, sums);
+      }
+      const uint8_t* scales = stream.scales[part];
+      const float scale = scales ? load_f32(scales, first / kRecordsPerBlock) * sum_postscale(kFormat) : 1.0f;
+      for (int lane = 0; lane < kStripeChannels; ++lane) part_sums[lane] += sums.total(lane) * scale;
+    }
+    for (int lane = 0; lane < kStripeChannels; ++lane) dots[lane] += part_sums[lane];
+  }
+}
+
+template <WeightFormat kFormat, int kParts>
+void dots(const Stream& stream, const float* const* x, uint32_t num_rows, float* dots) {
+  for (uint32_t row = 0; row < num_rows; ++row) {
+    for (int part = 0; part < kParts; ++part) {
+      dot_products<kFormat, kParts>(stream, part, x[row], dots + (row * kParts + part) * kStripeChannels);
+    }
+  }
+}
+
+template <WeightFormat kFormat>
+void down(const uint8_t* records, const uint8_t* scales, const float* const* activations, float* const* y,
+          uint32_t num_rows, uint32_t first_record, uint32_t end_record, const uint8_t*) {
+  for (uint32_t record = first_record; record < end_record; ++record) {
+    const float scale = load_f32(scales, record / kRecordsPerBlock) * sum_postscale(kFormat);
+    for (int tile = 0; tile < 2; ++tile) {
+      for (uint32_t row = 0; row < num_rows; ++row) {
+        Sums sums;
+        add_products<kFormat>(records + record * record_bytes(kFormat), tile * kStripeChannels,
+                              kStripeChannels, activations[row], sums);
+        float* out = y[row] + record * kRecordRows + tile * kStripeChannels;
+        for (int lane = 0; lane < kStripeChannels; ++lane) out[lane] += sums.total(lane) * scale;
+      }
+    }
+  }
+}
+
+// Rows [first, first + num) of a record into 16 columns of a tile.
+template <WeightFormat kFormat>
+void decode_rows(const uint8_t* record, int first, int num, float* tile, uint32_t half_rows) {
+  for (int row = 0; row < num; ++row) {
+    float* to = tile + (row % 2 * half_rows + row / 2) * kTileLanes;
+    for (int lane = 0; lane < kStripeChannels; ++lane) to[lane] = decode<kFormat>(record, first + row, lane);
+  }
+}
+
+template <WeightFormat kFormat>
+void tile_of_streams(const uint8_t* records, size_t distance, size_t stride, uint32_t num_records,
+                     float* tile) {
+  const uint32_t half_rows = num_records * kRecordRows / 2;
+  for (uint32_t record = 0; record < num_records; ++record) {
+    float* to = tile + record * (kRecordRows / 2) * kTileLanes;
+    decode_rows<kFormat>(records + record * stride, 0, kRecordRows, to, half_rows);
+    decode_rows<kFormat>(records + record * stride + distance, 0, kRecordRows, to + kStripeChannels,
+                         half_rows);
+  }
+}
+
+template <WeightFormat kFormat>
+void tile_of_down(const uint8_t* record, float* tile) {
+  constexpr uint32_t kHalf = kStripeChannels / 2;
+  decode_rows<kFormat>(record, 0, kStripeChannels, tile, kHalf);
+  decode_rows<kFormat>(record, kStripeChannels, kStripeChannels, tile + kStripeChannels, kHalf);
+}
+
+void multiply(const float* panel, const float* tile, uint32_t half_rows, const float* scales,
+              float* const* out, uint32_t num_rows) {
+  for (uint32_t row = 0; row < num_rows; ++row) {
+    float even[kTileLanes] = {}, odd[kTileLanes] = {};
+    const float* values = panel + row * kPanelStride;
+    for (uint32_t k = 0; k < half_rows; ++k) {
+      for (uint32_t lane = 0; lane < kTileLanes; ++lane) {
+        even[lane] += tile[k * kTileLanes + lane] * values[k];
+        odd[lane] += tile[(half_rows + k) * kTileLanes + lane] * values[kPanelOdd + k];
+      }
+    }
+    for (uint32_t lane = 0; lane < kTileLanes; ++lane) {
+      out[row][lane] += (even[lane] + odd[lane]) * scales[lane / kStripeChannels];
+    }
+  }
+}
+
+void fill_panel(const float* values, uint32_t count, float* panel) {
+  for (uint32_t i = 0; i < count; ++i) panel[i % 2 * kPanelOdd + i / 2] = values[i];
 }
 
 float silu(float g) {
@@ -48,58 +162,27 @@ float silu(float g) {
   return g / (1.0f + static_cast<float>(e));
 }
 
-float activate(float gate, float up, float weight) {
-  const float a = silu(gate) * kActivationPrescale * up * weight;
-  return std::fabs(a) < kSmallestActivation * kActivationPrescale ? 0.0f : a;
-}
-
-// dots[lane] = x . column `lane` of the gate (part 0) or up (part 1) matrix.
-void dot_products(const Unit& unit, int part, const float* x, float* dots) {
-  const uint8_t* scales = part == 0 ? unit.gate_scales : unit.up_scales;
-  float weights[kRecordRows][kStripeChannels];
-  for (uint32_t first = 0; first < unit.num_records; first += kRecordsPerBlock) {
-    float sums[kStripeChannels] = {};
-    for (uint32_t record = first; record < unit.num_records && record < first + kRecordsPerBlock; ++record) {
-      decode_rows(unit.gate_up + (2 * record + part) * kRecordBytes, 0, kRecordRows, weights);
-      add_products(weights, kRecordRows, x + record * kRecordRows, sums);
-    }
-    const float scale = load_f32(scales, first / kRecordsPerBlock) * kSumPostscale;
-    for (int lane = 0; lane < kStripeChannels; ++lane) dots[lane] += sums[lane] * scale;
+void activate(const float* dots, float weight, float prescale, uint32_t num_channels, float* activations) {
+  for (uint32_t lane = 0; lane < kStripeChannels; ++lane) {
+    const float a = silu(dots[lane]) * prescale * dots[kStripeChannels + lane] * weight;
+    const bool counts = lane < num_channels && !(std::fabs(a) < kSmallestActivation * prescale);
+    activations[lane] = counts ? a : 0.0f;
   }
 }
 
-void gate_up(const Unit& unit, const PairRows& pairs, uint32_t channel_offset, uint32_t num_channels) {
-  for (uint32_t pair = 0; pair < pairs.count; ++pair) {
-    float gate[kStripeChannels] = {};
-    float up[kStripeChannels] = {};
-    dot_products(unit, 0, pairs.x[pair], gate);
-    dot_products(unit, 1, pairs.x[pair], up);
-    float* activations = pairs.activations[pair] + channel_offset;
-    for (uint32_t lane = 0; lane < kStripeChannels; ++lane) {
-      activations[lane] = lane < num_channels ? activate(gate[lane], up[lane], pairs.weights[pair]) : 0.0f;
-    }
-  }
-}
-
-void down(const Unit& unit, const PairRows& pairs, uint32_t channel_offset, uint32_t first_record,
-          uint32_t end_record) {
-  float weights[kStripeChannels][kStripeChannels];
-  for (uint32_t record = first_record; record < end_record; ++record) {
-    const float scale = load_f32(unit.down_scales, record / kRecordsPerBlock) * kSumPostscale;
-    for (int tile = 0; tile < 2; ++tile) {
-      decode_rows(unit.down + record * kRecordBytes, tile * kStripeChannels, kStripeChannels, weights);
-      for (uint32_t pair = 0; pair < pairs.count; ++pair) {
-        float sums[kStripeChannels] = {};
-        add_products(weights, kStripeChannels, pairs.activations[pair] + channel_offset, sums);
-        float* y = pairs.y[pair] + record * kRecordRows + tile * kStripeChannels;
-        for (int lane = 0; lane < kStripeChannels; ++lane) y[lane] += sums[lane] * scale;
-      }
-    }
-  }
+template <WeightFormat kFormat>
+constexpr FormatKernels format_kernels() {
+  return {&dots<kFormat, 1>, &dots<kFormat, 2>, &down<kFormat>, &tile_of_streams<kFormat>,
+          &tile_of_down<kFormat>};
 }
 
 }  // namespace
 
-const KernelTable kTable = {Isa::kScalar, &gate_up, &down};
+const KernelTable kTable = {Isa::kScalar,
+                            {format_kernels<WeightFormat::kFp9>(), format_kernels<WeightFormat::kFp8>(),
+                             format_kernels<WeightFormat::kBf16>()},
+                            &activate,
+                            &multiply,
+                            &fill_panel};
 
 }  // namespace duck::scalar

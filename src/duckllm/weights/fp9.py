@@ -1,4 +1,4 @@
-"""The fp9 weight format in numpy: the slow, readable twin of csrc/kernels/fp9.h and of the native packer.
+"""The fp9 weight format in numpy: the readable twin of csrc/kernels/weight_format.h and the native packer.
 
 Called by the converter's checks and by tests; docs/weight-format.md is the specification. It knows bytes and
 arrays only, no files and no models, and imports no torch.
@@ -292,22 +292,27 @@ class ExpertWeights:
     down_scales: F32
 
 
+# The sign bit of each of a record's 32 rows in its lane's word.
+_SIGN_BITS = np.array([16 * (row % 2) + 15 - row // 2 for row in range(RECORD_ROWS)], np.uint32)[:, None]
+
+
 def _records(rows: U8) -> U8:
     """Records of ``[..., 32, 16]`` e4m3 codes: ``[..., 576]``."""
     magnitudes, signs = encode_e4m3(np.ascontiguousarray(rows))
-    shift = (31 - np.arange(RECORD_ROWS, dtype=np.uint32))[:, None]
-    words = np.bitwise_or.reduce(signs.astype(np.uint32) << shift, axis=-2)
-    flat = magnitudes.reshape(*rows.shape[:-2], RECORD_MAGNITUDES)
+    words = np.bitwise_or.reduce(signs.astype(np.uint32) << _SIGN_BITS, axis=-2)
+    lead = rows.shape[:-2]
+    pairs = magnitudes.reshape(*lead, RECORD_ROWS // 2, 2, STRIPE_CHANNELS).swapaxes(-1, -2)
+    flat = pairs.reshape(*lead, RECORD_MAGNITUDES)
     return np.concatenate([flat, np.ascontiguousarray(words, "<u4").view(np.uint8)], axis=-1)
 
 
 def _codes(records: U8) -> U8:
     """The ``[..., 32, 16]`` e4m3 codes of ``[..., 576]`` records."""
     lead = records.shape[:-1]
-    magnitudes = records[..., :RECORD_MAGNITUDES].reshape(*lead, RECORD_ROWS, STRIPE_CHANNELS)
+    pairs = records[..., :RECORD_MAGNITUDES].reshape(*lead, RECORD_ROWS // 2, STRIPE_CHANNELS, 2)
+    magnitudes = pairs.swapaxes(-1, -2).reshape(*lead, RECORD_ROWS, STRIPE_CHANNELS)
     words = np.ascontiguousarray(records[..., RECORD_MAGNITUDES:]).view("<u4")
-    shift = (31 - np.arange(RECORD_ROWS, dtype=np.uint32))[:, None]
-    signs = ((words[..., None, :] >> shift) & 1).astype(np.bool_)
+    signs = ((words[..., None, :] >> _SIGN_BITS) & 1).astype(np.bool_)
     return decode_e4m3(magnitudes, signs)
 
 

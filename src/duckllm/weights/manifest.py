@@ -27,7 +27,7 @@ from duckllm.weights.fp9 import SCALE_BLOCK, QuantisationError, num_stripes, uni
 from duckllm.weights.json_values import is_plain_name, is_sha256
 
 MANIFEST_FILE = "duck.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 FORMATS = ("fp9",)
 _NOT_HASHED = ("created_by", "model_hash", "source")
 _KINDS = (

@@ -1,0 +1,43 @@
+// Which shapes and formats of Experts make sense.
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "kernels/experts.h"
+#include "kernels/weight_format.h"
+
+namespace duck {
+
+void fail_shape(const std::string& field, uint64_t got, const std::string& expected) {
+  throw std::invalid_argument(field + ": got " + std::to_string(got) + ", expected " + expected);
+}
+
+WeightFormat parse_format(const std::string& name) {
+  if (name == "fp9") return WeightFormat::kFp9;
+  if (name == "fp8") return WeightFormat::kFp8;
+  throw std::invalid_argument("format: got '" + name + "', expected fp9 or fp8");
+}
+
+ExpertShape checked_shape(const ExpertShape& shape, uint32_t max_tokens) {
+  constexpr uint32_t kMost = 1u << 24;  // far above any model; keeps every product below within 64 bits
+  for (auto [field, value] :
+       {std::pair{"hidden_size", shape.hidden_size}, std::pair{"intermediate_size", shape.intermediate_size},
+        std::pair{"num_experts", shape.num_experts}, std::pair{"top_k", shape.top_k},
+        std::pair{"num_stripes", shape.num_stripes}, std::pair{"max_tokens", max_tokens}}) {
+    if (value == 0) fail_shape(field, value, "at least 1");
+    if (value > kMost) fail_shape(field, value, "at most " + std::to_string(kMost));
+  }
+  if (shape.format != WeightFormat::kFp9 && shape.format != WeightFormat::kFp8) {
+    fail_shape("format", static_cast<uint64_t>(shape.format), "0 (fp9) or 1 (fp8)");
+  }
+  const uint64_t stripes = ceil_div(shape.intermediate_size, kStripeChannels);
+  const uint64_t end = static_cast<uint64_t>(shape.first_stripe) + shape.num_stripes;
+  if (end > stripes) {
+    fail_shape("first_stripe + num_stripes", end,
+               "at most " + std::to_string(stripes) + ", the stripes of intermediate_size " +
+                   std::to_string(shape.intermediate_size));
+  }
+  return shape;
+}
+
+}  // namespace duck

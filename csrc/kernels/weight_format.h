@@ -1,0 +1,88 @@
+// The weight formats: constants and sizes that every reader and writer shares. docs/weight-format.md is the
+// specification; src/duckllm/weights/ has the numpy twins.
+//
+// A matrix is stored as records of 32 rows of 16 lanes; a *row* is what x (or an activation) runs along, a
+// lane is an output. Rows 2p and 2p + 1 of a lane lie side by side, so that a kernel widens both at once into
+// the two halves of a 32-bit lane, where each is the upper half of an f32.
+//
+//   fp9   512 magnitude bytes (5 exponent bits, 3 mantissa bits, no subnormals; 0 is zero), then 16 words of
+//         sign bits. A byte shifted left by 20 is the bit pattern of an f32 that equals |w| * 2^-104; an
+//         exponent field of 1 or more makes it a normal f32.
+//   fp8   512 e4m3 bytes. A byte's sign at bit 31 and its other bits shifted left by 20 are an f32 that
+//         equals w * 2^-120; e4m3 subnormals become f32 denormals.
+//   bf16  512 bf16 words, for dense layers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace duck {
+
+enum class WeightFormat : uint8_t { kFp9 = 0, kFp8 = 1, kBf16 = 2 };
+
+inline constexpr int kStripeChannels = 16;  // intermediate channels of one stripe; lanes of a record
+inline constexpr int kRecordRows = 32;      // rows (of 16 lanes) of one record
+inline constexpr int kRecordWeights = kRecordRows * kStripeChannels;
+inline constexpr int kScaleBlock = 128;  // rows and columns that share one f32 scale
+inline constexpr int kRecordsPerBlock = kScaleBlock / kRecordRows;
+inline constexpr int kStripesPerBlock = kScaleBlock / kStripeChannels;
+
+inline constexpr size_t record_bytes(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::kFp9:
+      return kRecordWeights + 4 * kStripeChannels;
+    case WeightFormat::kFp8:
+      return kRecordWeights;
+    case WeightFormat::kBf16:
+      return 2 * kRecordWeights;
+  }
+  return 0;
+}
+
+// The bit of a lane's sign word that belongs to row `row` of an fp9 record: even rows in the lower half, odd
+// ones in the upper half, the first of each at its half's highest bit.
+inline constexpr int sign_bit(int row) { return 16 * (row & 1) + 15 - row / 2; }
+
+// Place of row `row`, lane `lane` among the record's weights.
+inline constexpr int weight_index(int row, int lane) {
+  return 2 * kStripeChannels * (row / 2) + 2 * lane + (row & 1);
+}
+
+// What x is multiplied with before, so that no f32 between decoded weight and sum is denormal (fp9), or an
+// e4m3 subnormal at most (fp8); and the block sums after. Powers of two: exact, and the scaled sums of both
+// formats are the same numbers.
+inline constexpr float prescale(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::kFp9:
+      return 0x1p64f;
+    case WeightFormat::kFp8:
+      return 0x1p80f;
+    case WeightFormat::kBf16:
+      return 1.0f;
+  }
+  return 0.0f;
+}
+inline constexpr float sum_postscale(WeightFormat format) {
+  return format == WeightFormat::kBf16 ? 1.0f : 0x1p40f;
+}
+
+inline constexpr size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
+
+// Hidden size rounded up to whole records.
+inline constexpr size_t padded_hidden(size_t hidden_size) {
+  return ceil_div(hidden_size, kRecordRows) * kRecordRows;
+}
+
+// Bytes of a unit's scale section: gate, up and down scales, ceil(H / 128) f32 each, padded to 64 bytes.
+inline constexpr size_t unit_scale_bytes(size_t hidden_size) {
+  return ceil_div(3 * 4 * ceil_div(hidden_size, kScaleBlock), 64) * 64;
+}
+
+// Bytes of one unit = (expert, stripe): scales, then H'/32 pairs of records (gate, up), then H'/32 records of
+// down, H' = padded_hidden(H). A multiple of 64. fp9 or fp8.
+inline constexpr size_t unit_bytes(WeightFormat format, size_t hidden_size) {
+  return unit_scale_bytes(hidden_size) +
+         3 * (padded_hidden(hidden_size) / kRecordRows) * record_bytes(format);
+}
+
+}  // namespace duck
