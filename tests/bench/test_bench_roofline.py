@@ -18,11 +18,10 @@ from duckllm.bench import roofline as module
 from duckllm.bench.ceilings import Ceiling, Spread
 from duckllm.bench.machine import Caches, OtherLoad
 from duckllm.bench.plot import check_plot, draw_roofline, write_plot
-from duckllm.bench.points import Point
+from duckllm.bench.points import Placed, Point
 from duckllm.bench.report import print_roofline
 from duckllm.bench.roofline import (
     CAVEATS,
-    Placed,
     Roofline,
     RooflineConfig,
     measure_roofline,
@@ -55,7 +54,7 @@ def canned() -> Roofline:
         memory(2, "l2", 250, True), memory(2, "cold", 77, True, "memset"),
         fma(1, "avx2", 999), fma(2, "scalar", 57), fma(2, "avx2", 132),
     ])  # fmt: skip
-    roofline.points.append(Placed(Point("a kernel", 2.0, 60.0), read_gb_per_s=40.0))
+    roofline.points.append(Placed(Point("a kernel", 2.0, 60.0), Point("", 2.0, 80.0), Spread(40, 9, 50)))
     return roofline
 
 
@@ -179,7 +178,12 @@ def test_the_command_prints_json_and_draws(tmp_path: Path) -> None:
     assert eight["flop_per_byte"] == pytest.approx(8 * one["flop_per_byte"], abs=1e-3)
     for point in (one, eight):
         assert point["gb_per_s"] == pytest.approx(point["gflop_per_s"] / point["flop_per_byte"], rel=1e-3)
-        assert point["of_ceiling"] == pytest.approx(point["gb_per_s"] / point["read_gb_per_s"], abs=1e-2)
+        assert point["fastest_gb_per_s"] >= point["gb_per_s"]
+        assert point["fastest_read_gb_per_s"] >= point["read_gb_per_s"]
+        assert point["fastest_of_ceiling"] == pytest.approx(
+            point["fastest_gb_per_s"] / point["fastest_read_gb_per_s"], abs=1e-3
+        )
+        assert point["of_ceiling"] == pytest.approx(point["gb_per_s"] / point["read_gb_per_s"], abs=1e-3)
     header = picture.read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", header[16:24]) == (1350, 900)
@@ -197,6 +201,7 @@ def test_tables_have_every_row_and_the_caveats() -> None:
         "1 avx2 999.0 999.0 999.0",
         "2 scalar 57.0 57.0 57.0",
         "a kernel 2.00 60.0 30.0 40.0 75%",
+        "fastest of each 2.00 80.0 40.0 50.0 80%",
     ):
         assert row in lines
     assert "L2 1 MiB a core" in " ".join(lines)

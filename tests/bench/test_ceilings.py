@@ -21,7 +21,7 @@ from duckllm.bench.ceilings import (
     read_ceiling,
 )
 from duckllm.bench.machine import Caches
-from duckllm.bench.points import ExpertStep, Point, SliceShape, expert_points, new_units
+from duckllm.bench.points import ExpertStep, Placed, Point, SliceShape, expert_points, new_units
 
 SIZE = 2 << 20
 SMALL_CACHES = Caches(l2_bytes=64 << 10, llc_bytes=1 << 20)
@@ -222,18 +222,36 @@ def test_points_have_the_arithmetic_of_the_step() -> None:
         1, size_bytes=256 << 10, isa="scalar", huge_pages=False, repeats=9, num_tokens=(1, 4), shape=SHAPE
     )
     unit_bytes = 64 + 3 * 8 * 576  # docs/weight-format.md: scales, then three matrices of 8 records
-    for (point, ceiling), tokens in zip(points, (1, 4), strict=True):
-        assert point.flop_per_byte == pytest.approx(3 * 2 * 256 * 32 * tokens / (2 * unit_bytes))
-        assert point.gflop_per_s > 0
-        assert ceiling.state == "cold"
-    assert [point.name for point, _ in points] == [
+    for placed, tokens in zip(points, (1, 4), strict=True):
+        for point in (placed.point, placed.fastest):
+            assert point.flop_per_byte == pytest.approx(3 * 2 * 256 * 32 * tokens / (2 * unit_bytes))
+        assert 0 < placed.point.gflop_per_s <= placed.fastest.gflop_per_s
+        assert 0 < placed.read.median <= placed.read.most
+    assert [placed.point.name for placed in points] == [
         "expert step, tiny, 1 row, scalar",
         "expert step, tiny, 4 rows, scalar",
     ]
 
 
 def test_a_point_knows_its_bytes() -> None:
-    assert Point("kernel", flop_per_byte=4.0, gflop_per_s=100.0).gb_per_s == 25.0
+    point = Point("kernel", flop_per_byte=4.0, gflop_per_s=100.0)
+    assert point.gb_per_s == 25.0
+    placed = Placed(
+        point, fastest=Point("kernel", 4.0, 160.0), read=Spread(median=50.0, least=1.0, most=64.0)
+    )
+    assert placed.of_ceiling == 0.5
+    assert placed.fastest_of_ceiling == 0.625
+
+
+def test_a_step_is_placed_by_its_median_and_its_fastest_sample() -> None:
+    step = ExpertStep(SHAPE, 2, new_units(SHAPE, 1, huge_pages=False), 1, "scalar")
+    step.seconds += [2e-6, 1e-6, 4e-6]
+    read = Spread(50.0, 1.0, 64.0)
+    placed = step.placed(Ceiling("read", "cold", 1, "scalar", "GB/s", {"plain": read}))
+    flop = 6 * 256 * 32 * 3 * 2
+    assert placed.point.gflop_per_s == pytest.approx(flop / 2e-6 / 1e9)
+    assert placed.fastest.gflop_per_s == pytest.approx(flop / 1e-6 / 1e9)
+    assert placed.read == read
 
 
 def test_units_fill_the_size_and_hold_every_chosen_expert() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from duckllm import _native
-from duckllm.bench.ceilings import Ceiling, read_ceiling
+from duckllm.bench.ceilings import Ceiling, Spread, read_ceiling
 from duckllm.bench.memory import U8, new_memory
 from duckllm.weights.fp9 import dequantise, unpack_expert_units
 
@@ -46,6 +46,31 @@ class Point:
     def gb_per_s(self) -> float:
         """The bytes read at that speed, 10^9 a second."""
         return self.gflop_per_s / self.flop_per_byte
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A kernel below the ceiling that was measured in turns with it.
+
+    Args:
+        point: By the median of its samples.
+        fastest: By the fastest of them: where something else uses the machine, this says more.
+        read: The cold read ceiling, GB/s.
+    """
+
+    point: Point
+    fastest: Point
+    read: Spread
+
+    @property
+    def of_ceiling(self) -> float:
+        """The share of the read ceiling that the kernel's reading reaches, by the medians."""
+        return self.point.gb_per_s / self.read.median
+
+    @property
+    def fastest_of_ceiling(self) -> float:
+        """The same by the fastest sample of each."""
+        return self.fastest.gb_per_s / self.read.most
 
 
 @dataclass(frozen=True)
@@ -170,8 +195,11 @@ class ExpertStep:
             self.seconds.append(time.perf_counter() - start)
         time.sleep(2e-6 * SPIN_US)  # the threads go to sleep, and the cores are free for what is next
 
-    def point(self) -> Point:
-        """The median of the samples."""
+    def placed(self, ceiling: Ceiling) -> Placed:
+        """What was sampled, below the ceiling that was measured in turns with it."""
+        return Placed(self._point(median(self.seconds)), self._point(min(self.seconds)), ceiling.rate)
+
+    def _point(self, seconds: float) -> Point:
         num_tokens = len(self._x)
         flop = self._shape.flop(num_tokens)
         num_bytes = self._shape.top_k * self._shape.expert_bytes
@@ -179,7 +207,7 @@ class ExpertStep:
         return Point(
             name=f"expert step, {self._shape.name}, {rows}, {self._experts.isa}",
             flop_per_byte=flop / num_bytes,
-            gflop_per_s=flop / median(self.seconds) / 1e9,
+            gflop_per_s=flop / seconds / 1e9,
         )
 
 
@@ -204,7 +232,7 @@ def expert_points(
     repeats: int,
     num_tokens: Sequence[int] = (1, 8),
     shape: SliceShape = DEEPSEEK_CUT_32_WAYS,
-) -> list[tuple[Point, Ceiling]]:
+) -> list[Placed]:
     """The expert step at one slice for several numbers of rows, each with the read ceiling of its own run."""
     units = new_units(shape, size_bytes, huge_pages)
     points = []
@@ -219,5 +247,5 @@ def expert_points(
             repeats=repeats,
             between=step.sample,
         )
-        points.append((step.point(), ceiling))
+        points.append(step.placed(ceiling))
     return points

@@ -28,7 +28,7 @@ from duckllm.bench.machine import (
     cpu_name,
     read_caches,
 )
-from duckllm.bench.points import DEEPSEEK_CUT_32_WAYS, Point, expert_points
+from duckllm.bench.points import DEEPSEEK_CUT_32_WAYS, Placed, expert_points
 from duckllm.config import available_cores
 from duckllm.errors import ConfigError, InWords
 
@@ -101,19 +101,6 @@ class RooflineConfig:
                 InWords(f"{self.size / 1e9:.1f} GB, which needs {need / 1e9:.1f} GB of memory"),
                 f"at most half of the {have / 1e9:.1f} GB that are available",
             )
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A kernel's point, and the cold read ceiling that was measured in turns with it."""
-
-    point: Point
-    read_gb_per_s: float
-
-    @property
-    def of_ceiling(self) -> float:
-        """The share of the read ceiling that the kernel's reading reaches."""
-        return self.point.gb_per_s / self.read_gb_per_s
 
 
 @dataclass(frozen=True)
@@ -221,8 +208,11 @@ def _point_json(placed: Placed) -> dict[str, object]:
         "flop_per_byte": round(placed.point.flop_per_byte, 4),
         "gflop_per_s": round(placed.point.gflop_per_s, 3),
         "gb_per_s": round(placed.point.gb_per_s, 3),
-        "read_gb_per_s": round(placed.read_gb_per_s, 3),
+        "read_gb_per_s": round(placed.read.median, 3),
         "of_ceiling": round(placed.of_ceiling, 4),
+        "fastest_gb_per_s": round(placed.fastest.gb_per_s, 3),
+        "fastest_read_gb_per_s": round(placed.read.most, 3),
+        "fastest_of_ceiling": round(placed.fastest_of_ceiling, 4),
     }
 
 
@@ -263,13 +253,14 @@ def measure_roofline(config: RooflineConfig, caches: Caches | None = None) -> Ro
             roofline.ceilings.extend(memory_ceilings(threads, size_bytes, isa, huge, config.repeats, caches))
         isas = _native.available_isas() if config.isa == "auto" else [isa]
         roofline.ceilings.extend(fma_ceilings(threads, isas, config.repeats))
-    for point, ceiling in expert_points(
-        counts[-1],
-        size_bytes=size_bytes,
-        isa=isa,
-        huge_pages=huge_pages[0],
-        repeats=config.repeats,
-        shape=DEEPSEEK_CUT_32_WAYS,
-    ):
-        roofline.points.append(Placed(point, ceiling.rate.median))
+    roofline.points.extend(
+        expert_points(
+            counts[-1],
+            size_bytes=size_bytes,
+            isa=isa,
+            huge_pages=huge_pages[0],
+            repeats=config.repeats,
+            shape=DEEPSEEK_CUT_32_WAYS,
+        )
+    )
     return replace(roofline, other_load=meter.read())
