@@ -22,7 +22,7 @@ import duckllm.worker.__main__
 from duckllm._native import ErrorCode
 from duckllm.cli.worker import worker as worker_command
 from duckllm.cluster.address import parse_address
-from duckllm.errors import ConfigError, ProtocolError
+from duckllm.errors import CheckpointError, ConfigError, ProtocolError
 from duckllm.worker.__main__ import main, make_parser
 from duckllm.worker.config import WorkerConfig
 from duckllm.worker.server import MAX_CONNECTIONS, WorkerServer
@@ -106,6 +106,7 @@ def test_a_wrong_flag_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> None
         (OSError(errno.EMFILE, "Too many open files"), 1, "error: Too many open files\n"),
         (PermissionError(errno.EACCES, "Permission denied", "/m"), 1, "error: /m: Permission denied\n"),
         (MemoryError(), 1, "error: out of memory\n"),
+        (CheckpointError("duck.json: \x1b[2J\n"), 1, "error: duck.json: ?[2J?\n"),
         (
             RuntimeError("can't start new thread\nsecond line"),
             70,

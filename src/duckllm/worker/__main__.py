@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("DUCKLLM_DEBUG") == "1":
             write_line(sys.stderr, traceback.format_exc())
         sentence, code = describe_error(error)
-        write_line(sys.stderr, f"error: {sentence}")
+        write_line(sys.stderr, f"error: {safe_text(sentence)}")  # it may quote a model's file
         return code
     return 0
 
