@@ -53,17 +53,13 @@ struct LaneKernels {
                                        const float* const (&x)[kRows], Floats (&even)[kParts * kVecs][kRows],
                                        Floats (&odd)[kParts * kVecs][kRows]) {
     constexpr int kStreams = kParts * kVecs;
-    typename F::State state[kStreams];
-#pragma GCC unroll 4
-    for (int s = 0; s < kStreams; ++s) {
-      state[s] = F::template start<kFirst>(records[s / kVecs], vector + s % kVecs);
-    }
-#pragma GCC unroll 4
+    // Unrolled whole: the shift of the signs is then a constant.
+#pragma GCC unroll 16
     for (int pair = 0; pair < kNum; ++pair) {
       Floats low[kStreams], high[kStreams];
 #pragma GCC unroll 4
       for (int s = 0; s < kStreams; ++s) {
-        F::decode(records[s / kVecs], kFirst + pair, vector + s % kVecs, state[s], low[s], high[s]);
+        F::decode(records[s / kVecs], kFirst + pair, vector + s % kVecs, low[s], high[s]);
       }
 #pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) {
@@ -249,11 +245,10 @@ struct LaneKernels {
   template <class F, int kFirst, int kNum>
   static DUCK_INLINE void decode_pairs(const uint8_t* record, float* tile, uint32_t half_rows) {
     for (int vector = 0; vector < kVectors; ++vector) {
-      auto state = F::template start<kFirst>(record, vector);
-#pragma GCC unroll 4
+#pragma GCC unroll 16
       for (int pair = 0; pair < kNum; ++pair) {
         Floats low, high;
-        F::decode(record, kFirst + pair, vector, state, low, high);
+        F::decode(record, kFirst + pair, vector, low, high);
         float* to = tile + pair * kTileLanes + vector * kLanes;
         Lanes::store(to, low);
         Lanes::store(to + static_cast<size_t>(half_rows) * kTileLanes, high);

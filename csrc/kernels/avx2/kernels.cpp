@@ -27,18 +27,12 @@ struct Lanes {
   struct Fp9 {
     static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kFp9);
     static constexpr float kPostscale = sum_postscale(WeightFormat::kFp9);
-    using State = __m256i;  // sign words; the next pair's signs are at the top of both halves
-    template <int kFirstPair>
-    static DUCK_INLINE State start(const uint8_t* record, int vector) {
-      const __m256i signs =
-          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(record + kRecordWeights + 4 * kLanes * vector));
-      return kFirstPair == 0 ? signs : _mm256_slli_epi16(signs, kFirstPair);
-    }
-    static DUCK_INLINE void decode(const uint8_t* record, int pair, int vector, State& signs, Floats& low,
-                                   Floats& high) {
+    static DUCK_INLINE void decode(const uint8_t* record, int pair, int vector, Floats& low, Floats& high) {
       const __m256i magnitudes = _mm256_slli_epi16(_mm256_cvtepu8_epi16(load_bytes(record, pair, vector)), 4);
+      const __m256i signs = _mm256_slli_epi16(
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(record + kRecordWeights + 4 * kLanes * vector)),
+          pair);
       const __m256i sign = _mm256_and_si256(signs, _mm256_set1_epi16(INT16_MIN));
-      signs = _mm256_add_epi16(signs, signs);
       split(_mm256_or_si256(magnitudes, sign), low, high);
     }
   };
@@ -46,13 +40,7 @@ struct Lanes {
   struct Fp8 {
     static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kFp8);
     static constexpr float kPostscale = sum_postscale(WeightFormat::kFp8);
-    struct State {};
-    template <int kFirstPair>
-    static DUCK_INLINE State start(const uint8_t*, int) {
-      return {};
-    }
-    static DUCK_INLINE void decode(const uint8_t* record, int pair, int vector, State&, Floats& low,
-                                   Floats& high) {
+    static DUCK_INLINE void decode(const uint8_t* record, int pair, int vector, Floats& low, Floats& high) {
       const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_bytes(record, pair, vector)), 4);
       split(_mm256_and_si256(words, _mm256_set1_epi16(static_cast<int16_t>(0x87f0))), low, high);
     }
@@ -61,13 +49,7 @@ struct Lanes {
   struct Bf16 {
     static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kBf16);
     static constexpr float kPostscale = sum_postscale(WeightFormat::kBf16);
-    struct State {};
-    template <int kFirstPair>
-    static DUCK_INLINE State start(const uint8_t*, int) {
-      return {};
-    }
-    static DUCK_INLINE void decode(const uint8_t* record, int pair, int vector, State&, Floats& low,
-                                   Floats& high) {
+    static DUCK_INLINE void decode(const uint8_t* record, int pair, int vector, Floats& low, Floats& high) {
       split(_mm256_loadu_si256(
                 reinterpret_cast<const __m256i*>(record + 4 * kStripeChannels * pair + 4 * kLanes * vector)),
             low, high);

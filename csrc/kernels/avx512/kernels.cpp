@@ -23,20 +23,13 @@ struct Lanes {
   struct Fp9 {
     static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kFp9);
     static constexpr float kPostscale = sum_postscale(WeightFormat::kFp9);
-    using State = __m512i;  // sign words; the next pair's signs are at the top of both halves
-    template <int kFirstPair>
-    static DUCK_INLINE State start(const uint8_t* record, int) {
-      const __m512i signs = _mm512_loadu_si512(record + kRecordWeights);
-      return kFirstPair == 0 ? signs : _mm512_slli_epi16(signs, kFirstPair);
-    }
-    static DUCK_INLINE void decode(const uint8_t* record, int pair, int, State& signs, Floats& low,
-                                   Floats& high) {
+    static DUCK_INLINE void decode(const uint8_t* record, int pair, int, Floats& low, Floats& high) {
       const __m512i bytes = _mm512_cvtepu8_epi16(
           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(record + 2 * kStripeChannels * pair)));
+      const __m512i signs = _mm512_slli_epi16(_mm512_loadu_si512(record + kRecordWeights), pair);
       constexpr int kFirstOrSecondAndThird = 0xf8;  // a | (b & c)
       const __m512i words = _mm512_ternarylogic_epi32(_mm512_slli_epi16(bytes, 4), signs,
                                                       _mm512_set1_epi16(INT16_MIN), kFirstOrSecondAndThird);
-      signs = _mm512_add_epi16(signs, signs);
       split(words, low, high);
     }
   };
@@ -44,12 +37,7 @@ struct Lanes {
   struct Fp8 {
     static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kFp8);
     static constexpr float kPostscale = sum_postscale(WeightFormat::kFp8);
-    struct State {};
-    template <int kFirstPair>
-    static DUCK_INLINE State start(const uint8_t*, int) {
-      return {};
-    }
-    static DUCK_INLINE void decode(const uint8_t* record, int pair, int, State&, Floats& low, Floats& high) {
+    static DUCK_INLINE void decode(const uint8_t* record, int pair, int, Floats& low, Floats& high) {
       const __m512i words = _mm512_cvtepi8_epi16(
           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(record + 2 * kStripeChannels * pair)));
       split(_mm512_and_si512(_mm512_slli_epi16(words, 4), _mm512_set1_epi16(static_cast<int16_t>(0x87f0))),
@@ -60,12 +48,7 @@ struct Lanes {
   struct Bf16 {
     static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kBf16);
     static constexpr float kPostscale = sum_postscale(WeightFormat::kBf16);
-    struct State {};
-    template <int kFirstPair>
-    static DUCK_INLINE State start(const uint8_t*, int) {
-      return {};
-    }
-    static DUCK_INLINE void decode(const uint8_t* record, int pair, int, State&, Floats& low, Floats& high) {
+    static DUCK_INLINE void decode(const uint8_t* record, int pair, int, Floats& low, Floats& high) {
       split(_mm512_loadu_si512(record + 4 * kStripeChannels * pair), low, high);
     }
   };
