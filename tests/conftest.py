@@ -20,6 +20,14 @@ from worker_harness import WorkerProcess, make_model, running_worker
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-questions",
+        action="store_true",
+        help="answer every question of the demo model through every number of workers (minutes more)",
+    )
+
+
 def pytest_configure() -> None:
     """Lets Ctrl-C be tested where the suite runs in the background too: a shell has it ignored there."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

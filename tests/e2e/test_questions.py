@@ -3,7 +3,7 @@
 Each answer is checked through each number of workers in one forward pass over question and answer: the
 likeliest next token must be the answer's, at every position, and its end behind it. Token by token, as a user
 gets them, answers are made for all questions through two workers, and for a quarter of them, each time
-another, through each other number.
+another, through each other number (all of them with ``--all-questions``).
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def test_every_token_of_every_answer_is_the_likeliest(llm: LLM) -> None:
     assert wrong == []
 
 
-def asked_of(workers: int) -> list[Question]:
-    """The questions whose answers are made token by token."""
+def asked_of(workers: int, all_questions: bool = False) -> list[Question]:
+    """The questions whose answers are made token by token; all of them with ``--all-questions``."""
     questions = load_questions()
-    if workers == 2:
+    if workers == 2 or all_questions:
         return questions
     others = [number for number in WORKERS if number != 2]
     return questions[others.index(workers) :: len(others)]
@@ -72,8 +72,8 @@ def test_quarters_make_a_whole() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_questions_are_answered_exactly(llm: LLM) -> None:
-    questions = asked_of(llm.cluster_info().num_workers)
+def test_questions_are_answered_exactly(llm: LLM, request: pytest.FixtureRequest) -> None:
+    questions = asked_of(llm.cluster_info().num_workers, request.config.getoption("--all-questions"))
     outputs = llm.chat([[user(question.question)] for question in questions], GREEDY)
     wrong = [
         (question.question, output.outputs[0].text, question.answer)

@@ -1,0 +1,76 @@
+// Phase 2 of a step: a thread's range of outputs, summed over all pairs in the order of experts.h.
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/experts_impl.h"
+
+namespace duck {
+
+void Experts::Impl::run_down(int thread) {
+  const auto first = static_cast<uint32_t>(static_cast<uint64_t>(num_records) * thread / pool.num_threads());
+  const auto end =
+      static_cast<uint32_t>(static_cast<uint64_t>(num_records) * (thread + 1) / pool.num_threads());
+  if (first == end) return;
+  const bool direct = row_floats == shape.hidden_size;
+  float* sums = direct ? output : y.data();
+  const size_t first_output = static_cast<size_t>(first) * kRecordRows;
+  const size_t end_output = static_cast<size_t>(end) * kRecordRows;
+  for (size_t row = 0; row < rows.num_tokens; ++row) {
+    std::fill(sums + row * row_floats + first_output, sums + row * row_floats + end_output, 0.0f);
+  }
+  const auto& active = routing.active();
+  for (size_t index = 0; index < active.size(); ++index) {
+    const uint32_t expert = active[index], count = routing.count(expert), pair = routing.begin(expert);
+    if (count > kMaxDirectRows) {
+      down_tiles(*workspaces[thread], expert, first, end);
+      continue;
+    }
+    for (uint32_t stripe = 0; stripe < shape.num_stripes; ++stripe) {
+      const Unit at = unit(expert, stripe);
+      const float* rows_a[kMaxDirectRows];
+      for (uint32_t row = 0; row < count; ++row) {
+        rows_a[row] = pair_activations[pair + row] + stripe * kStripeChannels;
+      }
+      kernels.down(at.down, at.down_scales, rows_a, pair_y.data() + pair, count, first, end,
+                   unit_after(index, stripe).down);
+    }
+  }
+  if (direct) return;
+  const size_t hidden = shape.hidden_size;
+  const size_t num_outputs = std::min(end_output, hidden) - first_output;
+  for (size_t row = 0; row < rows.num_tokens; ++row) {
+    std::memcpy(output + row * hidden + first_output, sums + row * row_floats + first_output,
+                num_outputs * sizeof(float));
+  }
+}
+
+void Experts::Impl::down_tiles(Workspace& workspace, uint32_t expert, uint32_t first, uint32_t end) {
+  const uint32_t pairs = routing.count(expert), chunks = num_chunks(expert);
+  for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
+    const uint32_t first_row = pairs * chunk / chunks, count = pairs * (chunk + 1) / chunks - first_row;
+    const uint32_t pair = routing.begin(expert) + first_row;
+    for (uint32_t stripe = 0; stripe < shape.num_stripes; stripe += kStripesPerBlock) {
+      const uint32_t num_stripes = std::min<uint32_t>(kStripesPerBlock, shape.num_stripes - stripe);
+      for (uint32_t row = 0; row < count; ++row) {
+        table.fill_panel(pair_activations[pair + row] + stripe * kStripeChannels,
+                         num_stripes * kStripeChannels, workspace.panel.data() + row * kPanelStride);
+      }
+      for (uint32_t record = first; record < end; ++record) {
+        float* out[kChunkRows];
+        for (uint32_t row = 0; row < count; ++row) out[row] = pair_y[pair + row] + record * kRecordRows;
+        for (uint32_t i = 0; i < num_stripes; ++i) {
+          const Unit at = unit(expert, stripe + i);
+          kernels.tile_of_down(at.down + record * record_bytes(shape.format), workspace.tile.data());
+          float scale;
+          std::memcpy(&scale, at.down_scales + 4 * (record / kRecordsPerBlock), 4);
+          const float scales[2] = {scale * sum_postscale(shape.format), scale * sum_postscale(shape.format)};
+          table.multiply(workspace.panel.data() + i * kStripeChannels / 2, workspace.tile.data(),
+                         kStripeChannels / 2, scales, out, count);
+        }
+      }
+    }
+  }
+  workspace.panel_of = UINT64_MAX;
+}
+
+}  // namespace duck

@@ -1,0 +1,116 @@
+// The inside of Experts, shared by experts.cpp (a step's course), gate_up.cpp (phase 1) and down.cpp (phase
+// 2).
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "kernels/experts.h"
+#include "kernels/float_buffer.h"
+#include "kernels/kernel_table.h"
+#include "kernels/routing.h"
+#include "kernels/weight_format.h"
+#include "threads/thread_pool.h"
+#include "threads/work_ranges.h"
+
+namespace duck {
+
+inline constexpr uint32_t kDotFloats = 2 * kStripeChannels;  // gate and up of a unit, for one row
+inline constexpr uint32_t kChunkRows = Experts::kChunkRows;
+inline constexpr uint32_t kPartRecords = kPartBlocks * kRecordsPerBlock;
+inline constexpr uint32_t kTileFloats = kScaleBlock * kTileLanes;
+
+// Where the parts of a unit are.
+struct Unit {
+  Unit(const uint8_t* bytes, WeightFormat format, size_t hidden_size)
+      : records(padded_hidden(hidden_size) / kRecordRows),
+        gate_scales(bytes),
+        up_scales(bytes + 4 * ceil_div(hidden_size, kScaleBlock)),
+        down_scales(bytes + 8 * ceil_div(hidden_size, kScaleBlock)),
+        gate_up(bytes + unit_scale_bytes(hidden_size)),
+        down(gate_up + 2 * records * record_bytes(format)) {}
+
+  const size_t records;  // H' / 32
+  const uint8_t *gate_scales, *up_scales, *down_scales;
+  const uint8_t* gate_up;  // gate and up records by turns
+  const uint8_t* down;
+};
+
+struct Experts::Impl {
+  Impl(const ExpertShape& shape_, uint32_t max_tokens_, Isa isa, ThreadPool& pool_);
+
+  const ExpertShape shape;
+  const uint32_t max_tokens;
+  const KernelTable& table;
+  const FormatKernels& kernels;
+  ThreadPool& pool;
+  const float x_factor;
+  const size_t row_floats;     // H'
+  const size_t pair_floats;    // S * 16
+  const uint32_t num_records;  // H' / 32
+  const uint32_t num_parts;    // of a unit's dot products
+
+  Routing routing;
+  FloatBuffer x;                                  // [T, H'] x * prescale, zero beyond H
+  FloatBuffer y;                                  // [T, H'] sums of phase 2
+  FloatBuffer activations;                        // [T * K, S * 16], in the order of the routing's pairs
+  FloatBuffer partial_dots;                       // [min(T, kMaxDirectRows) * K, S, num_parts, 2, 16]
+  std::vector<std::atomic<uint32_t>> parts_left;  // [active experts, S]
+  std::vector<const float*> pair_x;
+  std::vector<float*> pair_y, pair_activations;
+
+  // One thread's memory for the tile kernels.
+  struct Workspace {
+    Workspace(size_t panel_floats)
+        : panel(panel_floats), tile(kTileFloats), dots(2 * kChunkRows * kDotFloats) {}
+    FloatBuffer panel;  // [blocks, kChunkRows, 128]
+    FloatBuffer tile;
+    FloatBuffer dots;                // total and part of each row
+    uint64_t panel_of = UINT64_MAX;  // which chunk's x the panel holds
+  };
+  std::vector<std::unique_ptr<Workspace>> workspaces;
+
+  // The step that run() has published.
+  LayerUnits layer;
+  StepRows rows;
+  float* output = nullptr;
+  std::vector<uint64_t> first_item;  // [active experts + 1]: where an expert's items begin, with many rows
+  WorkRanges items;
+  std::atomic<uint64_t> read_words{0};
+  const std::function<void(int)> work, read_work;
+
+  bool few_rows() const { return rows.num_tokens <= kMaxDirectRows; }
+  uint32_t num_chunks(uint32_t expert) const { return ceil_div(routing.count(expert), kChunkRows); }
+  Unit unit(uint32_t expert, uint32_t stripe) const {
+    const size_t offset =
+        expert * layer.expert_stride_bytes + stripe * unit_bytes(shape.format, shape.hidden_size);
+    return Unit(layer.base + offset, shape.format, shape.hidden_size);
+  }
+  uint32_t channels_of(uint32_t stripe) const {  // of which none is padding
+    const uint32_t first = (shape.first_stripe + stripe) * kStripeChannels;
+    return std::min<uint32_t>(kStripeChannels, shape.intermediate_size - first);
+  }
+  // The unit that is read after this one of the active expert `index`; the last one's is itself.
+  Unit unit_after(size_t index, uint32_t stripe) const {
+    const auto& active = routing.active();
+    if (stripe + 1 < shape.num_stripes) return unit(active[index], stripe + 1);
+    return index + 1 < active.size() ? unit(active[index + 1], 0) : unit(active[index], stripe);
+  }
+
+  void check(const StepRows& step) const;
+  void prepare(const LayerUnits& step_layer, const StepRows& step);
+  void work_on(int thread);
+  void scale_x(int thread, int num_threads);
+  void gate_up_part(uint64_t item);
+  void gate_up_unit(Workspace& workspace, uint64_t item);
+  void gate_up_tiles(Workspace& workspace, const Unit& at, uint32_t count);
+  void activate(uint32_t pair, uint32_t stripe, const float* dots);
+  void run_down(int thread);
+  void down_tiles(Workspace& workspace, uint32_t expert, uint32_t first, uint32_t end);
+  void run_read(int thread);
+};
+
+}  // namespace duck
