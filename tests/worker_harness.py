@@ -29,7 +29,7 @@ from duckllm.cluster.plan import WorkerPlan
 from duckllm.cluster.token import TOKEN_VARIABLE
 from duckllm.moe.placement import plan_workers
 from duckllm.transport.transport import Transport
-from duckllm.weights import fp9
+from duckllm.weights import e4m3, formats
 from duckllm.weights.manifest import ExpertLayer, Manifest
 from duckllm.weights.safetensors_file import build_header
 
@@ -46,6 +46,7 @@ def make_model(
     top_k: int = 3,
     layers: Sequence[int] = (1, 3),
     seed: int = 0,
+    weight_format: str = "fp9",
 ) -> Manifest:
     """A converted model that consists of random experts only."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +54,10 @@ def make_model(
     expert_layers = {}
     for layer in layers:
         units = np.stack(
-            [_random_units(generator, hidden_size, intermediate_size) for _ in range(num_experts)]
+            [
+                _random_units(generator, hidden_size, intermediate_size, weight_format)
+                for _ in range(num_experts)
+            ]
         )
         header = build_header({"units": ("U8", units.shape)}, {}, 4096)
         path = folder / f"experts-{layer:05d}.safetensors"
@@ -63,7 +67,7 @@ def make_model(
     (folder / "config.json").write_text("{}")
     manifest = Manifest(
         folder=folder,
-        format="fp9",
+        format=weight_format,
         architecture="Random",
         model_type="random",
         source={"seed": seed},
@@ -71,8 +75,8 @@ def make_model(
         moe_intermediate_size=intermediate_size,
         num_experts=num_experts,
         num_experts_per_tok=top_k,
-        num_stripes=fp9.num_stripes(intermediate_size),
-        unit_bytes=fp9.unit_bytes(hidden_size),
+        num_stripes=formats.num_stripes(intermediate_size),
+        unit_bytes=formats.unit_bytes(hidden_size, weight_format),
         config_sha256=hashlib.sha256(b"{}").hexdigest(),
         host_files={},
         expert_layers=expert_layers,
@@ -83,18 +87,20 @@ def make_model(
 
 
 def _random_units(
-    generator: np.random.Generator, hidden_size: int, intermediate_size: int
+    generator: np.random.Generator, hidden_size: int, intermediate_size: int, weight_format: str
 ) -> npt.NDArray[np.uint8]:
     def matrix(rows: int, columns: int) -> tuple[npt.NDArray[np.uint8], F32]:
         codes = generator.integers(0, 256, (rows, columns), np.uint8)
         codes[codes & 0x7F == 0x7F] = 0  # NaN
-        scales = generator.uniform(1e-4, 3e-4, fp9.scale_shape(rows, columns)).astype(np.float32)
+        scales = generator.uniform(1e-4, 3e-4, e4m3.scale_shape(rows, columns)).astype(np.float32)
         return codes, scales
 
     gate, gate_scale = matrix(intermediate_size, hidden_size)
     up, up_scale = matrix(intermediate_size, hidden_size)
     down, down_scale = matrix(hidden_size, intermediate_size)
-    return np.asarray(_native.pack_expert_units(gate, up, down, gate_scale, up_scale, down_scale))
+    return np.asarray(
+        _native.pack_expert_units(gate, up, down, gate_scale, up_scale, down_scale, format=weight_format)
+    )
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,7 @@ def partial_sum(
         max_tokens=len(step.x),
         num_threads=1,
         spin_us=0,
+        format=manifest.format,
     )
     entry = manifest.expert_layers[step.layer]
     shape = (manifest.num_experts, manifest.num_stripes, manifest.unit_bytes)

@@ -312,14 +312,14 @@ void bind_kernels(nb::module_& m) {
       "    gate_scale, up_scale: [ceil(I/128), ceil(H/128)] f32; down_scale: [ceil(H/128), ceil(I/128)] f32\n"
       "    out, result: [ceil(I/16), unit_bytes(H, format)] uint8\n\n"
       "Raises:\n    ValueError: a wrong shape or type, or NaN bytes (with their count).\n\n"
-      "Reference:\n    duckllm.weights.fp9, byte for byte");
+      "Reference:\n    duckllm.weights.units, byte for byte");
   m.def("quantize_e4m3_blocks", &py_quantize_e4m3_blocks, "weights"_a.noconvert(),
         nb::sig("def quantize_e4m3_blocks(weights: numpy.typing.NDArray[numpy.float32]) -> "
                 "tuple[numpy.typing.NDArray[numpy.uint8], numpy.typing.NDArray[numpy.float32]]"),
         "Quantises f32 weights to e4m3 with one scale, amax / 448, per 128x128 block.\n\n"
         "Shapes:\n    weights: [R, C] f32; result: ([R, C] uint8, [ceil(R/128), ceil(C/128)] f32)\n\n"
         "Raises:\n    ValueError: a weight is not finite (with their count).\n\n"
-        "Reference:\n    duckllm.weights.fp9, byte for byte");
+        "Reference:\n    duckllm.weights.e4m3, byte for byte");
 
   nb::class_<PyExperts>(
       m, "Experts",

@@ -1,6 +1,6 @@
 // Packing of a checkpoint's FP8 e4m3 experts into fp9 or fp8 units, and the quantisation of float weights to
-// e4m3 blocks before it. Called by kernels/bind.cpp for the converter; src/duckllm/weights/fp9.py is the
-// numpy twin, byte for byte.
+// e4m3 blocks before it. Called by kernels/bind.cpp for the converter; src/duckllm/weights/units.py
+// and e4m3.py are the numpy twins, byte for byte.
 #pragma once
 
 #include <cstddef>

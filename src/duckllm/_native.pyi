@@ -62,7 +62,7 @@ def pack_expert_units(
         ValueError: a wrong shape or type, or NaN bytes (with their count).
 
     Reference:
-        duckllm.weights.fp9, byte for byte
+        duckllm.weights.units, byte for byte
     """
 
 def quantize_e4m3_blocks(
@@ -78,7 +78,7 @@ def quantize_e4m3_blocks(
         ValueError: a weight is not finite (with their count).
 
     Reference:
-        duckllm.weights.fp9, byte for byte
+        duckllm.weights.e4m3, byte for byte
     """
 
 class Experts:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from duckllm.errors import ConfigError, InWords
 
 WIRE_DTYPES = ("f32", "bf16")
+WEIGHT_FORMATS = ("fp9", "fp8")  # what each is, duckllm.weights.formats says
 MAX_WORKERS = 1024
 MAX_THREADS = 1024
 MAX_TIMEOUT_S = 1_000_000

@@ -84,7 +84,7 @@ def _set_layer(**fields: Any) -> Any:
         (_set("first_stripe", 5), "plan first_stripe: got 5, expected a slice inside 7 stripes"),
         (_set("num_stripes", 8), "plan first_stripe"),
         (_set("top_k", 7), "plan top_k: got 7"),
-        (_set("format", "fp7"), "plan format: got 'fp7', expected one of fp9"),
+        (_set("format", "fp7"), "plan format: got 'fp7', expected one of fp9, fp8"),
         (_set("wire_dtype", ["f32"]), "plan wire_dtype"),
         (_set("folder", None), "plan folder: got None"),
         (_set("layers", []), "plan layers"),

@@ -17,9 +17,10 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from duckllm.demo import load_questions
-from duckllm.weights import fp9
+from duckllm.weights import e4m3
 from duckllm.weights.convert import convert
 from duckllm.weights.reader import ExpertFile
+from duckllm.weights.units import unpack_expert_units
 
 FILES = ("wordnet", "questions", "build_data", "model", "episodes", "export", "train")
 LICENCE = "  1 This software and database is being provided to you\n"
@@ -171,7 +172,7 @@ def test_a_few_steps_then_export_then_conversion(
     assert (manifest.hidden_size, manifest.moe_intermediate_size, manifest.num_experts) == (48, 40, 8)
     assert manifest.source["quantisation_error"] is None
     units = np.array(ExpertFile.open(manifest, 2).units[7])
-    expert = fp9.unpack_expert_units(units, 40, 48)
+    expert = unpack_expert_units(units, 40, 48, "fp9")
     with safe_open(tmp_path / "checkpoint/model-00001-of-00001.safetensors", "pt") as file:
         stored = file.get_tensor("model.layers.2.mlp.experts.7.down_proj.weight")
     assert expert.down.tobytes() == stored.view(torch.uint8).numpy().tobytes()
@@ -191,11 +192,11 @@ def test_the_course_of_training(example: Example) -> None:
 def test_quantising_for_export_is_the_formats(example: Example) -> None:
     weight = torch.randn(200, 130, generator=torch.Generator().manual_seed(1))
     values, scales = example.model.quantise_blocks(weight)
-    codes, expected, _ = fp9.quantise_blocks(weight.numpy())
+    codes, expected, _ = e4m3.quantise_blocks(weight.numpy())
     np.testing.assert_array_equal(scales.numpy(), expected)
     np.testing.assert_array_equal(values.view(torch.uint8).numpy(), codes)
     rounded = example.model.rounded(weight.requires_grad_(), example.model.Phase(fake_quantise=True))
-    np.testing.assert_allclose(rounded.detach().numpy(), fp9.dequantise(codes, expected), atol=1e-6)
+    np.testing.assert_allclose(rounded.detach().numpy(), e4m3.dequantise(codes, expected), atol=1e-6)
     rounded.sum().backward()
     assert torch.equal(weight.grad, torch.ones(200, 130))
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from duckllm import _native
-from duckllm.weights import fp9
+from duckllm.weights import e4m3, units
+from duckllm.weights.formats import unit_bytes
 
 FINITE = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
 
@@ -66,14 +67,14 @@ def test_layout(hidden: int, intermediate: int) -> None:
 def test_same_bytes_as_the_numpy_twin(hidden: int, intermediate: int) -> None:
     layer = Layer.random(1, hidden, intermediate)
     names = ("gate", "up", "down", "gate_scale", "up_scale", "down_scale")
-    twin = fp9.pack_expert_units(fp9.ExpertWeights(*(getattr(layer, name)[0] for name in names)))
+    twin = units.pack_expert_units(units.ExpertWeights(*(getattr(layer, name)[0] for name in names)), "fp9")
     np.testing.assert_array_equal(pack(layer)[0], twin)
 
 
 def test_unit_bytes_of_known_models() -> None:
     assert _native.unit_bytes(7168) == 387776
     assert _native.unit_bytes(2048) == 110784
-    assert _native.unit_bytes(7168) == fp9.unit_bytes(7168)
+    assert _native.unit_bytes(7168) == unit_bytes(7168, "fp9")
 
 
 def test_every_finite_byte_keeps_its_value_and_sign() -> None:
@@ -124,7 +125,7 @@ def test_out_is_filled_whole() -> None:
 
 def quantise(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     codes, scales = _native.quantize_e4m3_blocks(weights)
-    twin_codes, twin_scales, _ = fp9.quantise_blocks(weights)
+    twin_codes, twin_scales, _ = e4m3.quantise_blocks(weights)
     np.testing.assert_array_equal(codes, twin_codes)
     np.testing.assert_array_equal(scales.view(np.uint32), twin_scales.view(np.uint32))
     return codes, scales

@@ -13,19 +13,20 @@ from random_checkpoint import RandomCheckpoint, make_checkpoint
 from safetensors import safe_open
 
 from duckllm.errors import ConfigError
-from duckllm.weights import fp9
+from duckllm.weights import e4m3
 from duckllm.weights.checkpoint import Checkpoint
 from duckllm.weights.convert import convert
 from duckllm.weights.manifest import Manifest
 from duckllm.weights.reader import ExpertFile
 from duckllm.weights.safetensors_file import read_header
+from duckllm.weights.units import ExpertWeights, unpack_expert_units
 
 PROJECTIONS = ("gate", "up", "down")
 
 
-def decoded(manifest: Manifest, layer: int, expert: int) -> fp9.ExpertWeights:
+def decoded(manifest: Manifest, layer: int, expert: int) -> ExpertWeights:
     units = np.array(ExpertFile.open(manifest, layer).units[expert])
-    return fp9.unpack_expert_units(units, manifest.moe_intermediate_size, manifest.hidden_size)
+    return unpack_expert_units(units, manifest.moe_intermediate_size, manifest.hidden_size, manifest.format)
 
 
 def assert_same_experts(made: RandomCheckpoint, manifest: Manifest, suffix: str) -> None:
@@ -45,10 +46,13 @@ def assert_same_experts(made: RandomCheckpoint, manifest: Manifest, suffix: str)
     assert checked == 3 * manifest.num_experts * len(manifest.expert_layers) > 0
 
 
+@pytest.mark.parametrize("weight_format", ["fp9", "fp8"])
 @pytest.mark.parametrize(
     ("intermediate", "hidden"), [(40, 72), (200, 136), (16, 32), (1, 1), (129, 257), (576, 7168)]
 )
-def test_fp8_experts_come_back_bit_for_bit(tmp_path: Path, intermediate: int, hidden: int) -> None:
+def test_fp8_experts_come_back_bit_for_bit(
+    tmp_path: Path, intermediate: int, hidden: int, weight_format: str
+) -> None:
     few = {
         "num_hidden_layers": 2,
         "num_nextn_predict_layers": 0,
@@ -57,8 +61,11 @@ def test_fp8_experts_come_back_bit_for_bit(tmp_path: Path, intermediate: int, hi
     }
     few = few if hidden == 7168 else {}
     made = make_checkpoint(tmp_path / "src", moe_intermediate_size=intermediate, hidden_size=hidden, **few)
-    manifest = convert(tmp_path / "src", tmp_path / "dst", verify=True)
+    manifest = convert(tmp_path / "src", tmp_path / "dst", weight_format=weight_format, verify=True)
+    assert manifest.format == weight_format
     assert manifest.num_stripes == -(-intermediate // 16)
+    records = 3 * -(-hidden // 32) * {"fp9": 576, "fp8": 512}[weight_format]
+    assert manifest.unit_bytes == -(-12 * -(-hidden // 128) // 64) * 64 + records
     assert_same_experts(made, manifest, "weight_scale_inv")
     assert manifest.source["quantisation_error"] is None
 
@@ -83,10 +90,10 @@ def test_wide_sources_are_rounded_block_by_block(tmp_path: Path, dtype: str) -> 
                 if dtype == "BF16":
                     weights = (weights.astype(np.uint32) << 16).view(np.float32)
                 weights = weights.astype(np.float32)
-                codes, scales, _ = fp9.quantise_blocks(weights)
+                codes, scales, _ = e4m3.quantise_blocks(weights)
                 assert getattr(got, projection).tobytes() == codes.tobytes()
                 assert getattr(got, f"{projection}_scales").tobytes() == scales.tobytes()
-                value = fp9.dequantise(codes, scales).astype(np.float64)
+                value = e4m3.dequantise(codes, scales).astype(np.float64)
                 errors += np.sum((value - weights) ** 2)
                 squares += np.sum(weights.astype(np.float64) ** 2)
                 flushed += np.count_nonzero((value == 0) & (weights != 0))
@@ -199,7 +206,7 @@ def test_a_checkpoint_that_transformers_saved(tmp_path: Path) -> None:
     manifest = convert(tmp_path / "src", tmp_path / "dst", verify=True)
     assert sorted(manifest.expert_layers) == [1, 2]
     got = decoded(manifest, 2, 3)
-    value = fp9.dequantise(got.down, got.down_scales)
+    value = e4m3.dequantise(got.down, got.down_scales)
     expected = model.model.layers[2].mlp.experts.down_proj[3].float().detach().numpy()
     assert np.sqrt(np.mean((value - expected) ** 2) / np.mean(expected**2)) < 0.03
 
@@ -224,6 +231,32 @@ def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
     done = [call[1] for call in calls]
     assert done == sorted(done)
     assert {call[2] for call in calls} == {total}
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "BF16"])
+def test_both_formats_hold_the_same_weights_and_host_files(tmp_path: Path, dtype: str) -> None:
+    make_checkpoint(tmp_path / "src", dtype=dtype)
+    nine = convert(tmp_path / "src", tmp_path / "fp9")
+    eight = convert(tmp_path / "src", tmp_path / "fp8", weight_format="fp8", verify=True)
+    assert nine.format == "fp9"  # the default
+    assert nine.host_files == eight.host_files
+    assert nine.source == eight.source
+    assert nine.model_hash != eight.model_hash
+    for layer in nine.expert_layers:
+        for expert in range(nine.num_experts):
+            one, other = decoded(nine, layer, expert), decoded(eight, layer, expert)
+            for name in ("gate", "up", "down", "gate_scales", "up_scales", "down_scales"):
+                assert getattr(one, name).tobytes() == getattr(other, name).tobytes(), name
+    assert sum(len(set(decoded(nine, 1, expert).gate.flat)) for expert in range(4)) > 400
+
+
+def test_a_conversion_of_the_other_format_is_left_alone(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "src")
+    convert(tmp_path / "src", tmp_path / "dst", weight_format="fp8")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "dst").iterdir()}
+    with pytest.raises(ConfigError, match="it holds another model"):
+        convert(tmp_path / "src", tmp_path / "dst")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "dst").iterdir()} == before
 
 
 def test_converting_again_changes_nothing(tmp_path: Path) -> None:
@@ -295,6 +328,6 @@ def test_a_destination_in_the_source_is_refused(tmp_path: Path, place: str) -> N
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "src")
-    with pytest.raises(ConfigError, match="format: got 'fp4', expected one of fp9"):
+    with pytest.raises(ConfigError, match="format: got 'fp4', expected one of fp9, fp8"):
         convert(tmp_path / "src", tmp_path / "dst", weight_format="fp4")
     assert not (tmp_path / "dst").exists()

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from random_checkpoint import make_checkpoint
 
-from duckllm.errors import DiskSpaceError, WeightFormatError
+from duckllm.errors import ConfigError, DiskSpaceError, WeightFormatError
 from duckllm.weights import convert as convert_module
 from duckllm.weights.convert import convert
+from duckllm.weights.e4m3 import QuantisationError
 from duckllm.weights.files import AtomicFile, FolderLock
-from duckllm.weights.fp9 import QuantisationError
 from duckllm.weights.manifest import Manifest
 from duckllm.weights.progress_file import PROGRESS_FILE, ProgressFile
 
@@ -173,6 +173,17 @@ def test_a_changed_checkpoint_does_not_go_on_from_the_old_ones_files(tmp_path: P
         convert(tmp_path / "src", tmp_path / "dst")
 
 
+def test_a_started_conversion_of_the_other_format_is_not_mixed_in(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "src")
+    stop_after(tmp_path / "src", tmp_path / "dst", 60)
+    before = content(tmp_path / "dst")
+    assert "experts-00001.safetensors" in before
+    with pytest.raises(ConfigError, match="a part of another model"):
+        convert(tmp_path / "src", tmp_path / "dst", weight_format="fp8")
+    assert content(tmp_path / "dst") == before
+    assert convert(tmp_path / "src", tmp_path / "dst").format == "fp9"
+
+
 def test_many_processes_at_once_convert_once(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "src")
     code = (
@@ -210,16 +221,21 @@ def test_a_disk_that_fills_up_midway(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert content(tmp_path / "dst") == content(tmp_path / "whole")
 
 
-def test_room_counts_what_is_already_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("weight_format", ["fp9", "fp8"])
+def test_room_counts_what_is_already_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weight_format: str
+) -> None:
     make_checkpoint(tmp_path / "src")
-    whole = convert(tmp_path / "src", tmp_path / "whole")
+    whole = convert(tmp_path / "src", tmp_path / "whole", weight_format=weight_format)
     need = sum(entry.bytes for entry in whole.host_files.values())
     need += sum(entry.bytes for entry in whole.expert_layers.values())
     need += 2 + (tmp_path / "src/config.json").stat().st_size + (1 << 20)
     monkeypatch.setattr(convert_module, "free_bytes", lambda folder: need - 1)
     with pytest.raises(DiskSpaceError, match=f"got {need - 1:,} bytes free .*, expected at least {need:,} "):
-        convert(tmp_path / "src", tmp_path / "dst")
+        convert(tmp_path / "src", tmp_path / "dst", weight_format=weight_format)
     assert not (tmp_path / "dst").exists()
+    if weight_format != "fp9":
+        return
     stop_after(tmp_path / "src", tmp_path / "dst", 60)
     convert(tmp_path / "src", tmp_path / "dst")
 

@@ -43,8 +43,19 @@ def test_text_outcome_tells_how_far_weights_were_rounded(tmp_path: Path) -> None
     result = CliRunner().invoke(app, [str(tmp_path / "src"), str(tmp_path / "dst")])
     assert result.exit_code == 0, result.output
     assert "fp9 from BF16, 3 MoE layers (one of them MTP), " in result.stdout
-    assert "rounded to fp9: rms error 2." in result.stdout
+    assert "rounded to e4m3: rms error 2." in result.stdout
     assert "verified" not in result.stdout
+
+
+def test_the_format_is_an_option(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "src", dtype="BF16")
+    arguments = [str(tmp_path / "src"), str(tmp_path / "dst"), "--format"]
+    result = CliRunner().invoke(app, [*arguments, "fp8", "--verify"])
+    assert result.exit_code == 0, result.output
+    assert "fp8 from BF16, 3 MoE layers (one of them MTP), " in result.stdout
+    assert ", verified bit for bit" in result.stdout
+    assert "rounded to e4m3: rms error 2." in result.stdout
+    assert Manifest.load(tmp_path / "dst").format == "fp8"
 
 
 # What rich would take for its markup, and for the name of an emoji.

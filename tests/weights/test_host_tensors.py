@@ -12,7 +12,7 @@ import torch
 from random_checkpoint import RandomCheckpoint, make_checkpoint
 
 from duckllm.errors import CheckpointError, ModelNotFoundError, WeightHashError
-from duckllm.weights import fp9
+from duckllm.weights import e4m3
 from duckllm.weights.convert import convert
 from duckllm.weights.host_tensors import HostTensors
 from duckllm.weights.manifest import Manifest, content_hash
@@ -47,8 +47,8 @@ def test_fp8_linears_with_edge_blocks_are_dequantised_exactly(tmp_path: Path, su
     assert scales.shape == (3, 2)
     got = tensors.linear(name, torch.float32)
     assert got.dtype == torch.float32
-    np.testing.assert_array_equal(got.numpy(), fp9.dequantise(made.array(f"{name}.weight"), scales))
-    by_hand = fp9.e4m3_values()[made.array(f"{name}.weight")[299, 199]] * scales[2, 1]
+    np.testing.assert_array_equal(got.numpy(), e4m3.dequantise(made.array(f"{name}.weight"), scales))
+    by_hand = e4m3.e4m3_values()[made.array(f"{name}.weight")[299, 199]] * scales[2, 1]
     assert got[299, 199].item() == by_hand
     assert torch.equal(tensors.linear(name, torch.bfloat16), got.to(torch.bfloat16))
 

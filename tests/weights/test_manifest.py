@@ -13,7 +13,7 @@ from random_checkpoint import make_checkpoint
 
 from duckllm.errors import CheckpointError, DuckError, ModelNotFoundError, WeightFormatError, WeightHashError
 from duckllm.weights.convert import convert
-from duckllm.weights.fp9 import QuantisationError
+from duckllm.weights.e4m3 import QuantisationError
 from duckllm.weights.manifest import Manifest, content_hash, rounding_of
 
 
@@ -55,7 +55,7 @@ def test_fields(model: Path) -> None:
     ("change", "kind", "words"),
     [
         (lambda v: v.update(format_version=1), WeightFormatError, "format_version: got 1, expected 2"),
-        (lambda v: v.update(format="fp7"), WeightFormatError, "format: got 'fp7', expected one of fp9"),
+        (lambda v: v.update(format="fp7"), WeightFormatError, "format: got 'fp7', expected one of fp9, fp8"),
         (lambda v: v.pop("hidden_size"), CheckpointError, "hidden_size"),
         (lambda v: v.update(extra=1), CheckpointError, "extra"),
         (lambda v: v.update(host_files=[]), CheckpointError, "malformed"),
@@ -73,9 +73,10 @@ def test_fields(model: Path) -> None:
             CheckpointError,
             "expert_layers.1.stripe_sha256: got 2 hashes, expected 3",
         ),
-        (lambda v: v.update(format_version=True), WeightFormatError, "format_version: got True, expected 1"),
-        (lambda v: v.update(format_version=1.0), WeightFormatError, "format_version: got 1.0, expected 1"),
+        (lambda v: v.update(format_version=True), WeightFormatError, "format_version: got True, expected 2"),
+        (lambda v: v.update(format_version=1.0), WeightFormatError, "format_version: got 1.0, expected 2"),
         (lambda v: v.update(format=["fp9"]), WeightFormatError, "format: got ['fp9'], expected one of fp9"),
+        (lambda v: v.update(format="fp8"), CheckpointError, "unit_bytes: got 5248, expected 4672"),
         (lambda v: v.update(block_size="128"), CheckpointError, "block_size: got ('1', '2', '8')"),
         (lambda v: v.update(config_sha256="A" * 64), CheckpointError, "config_sha256: got 'AAA"),
         (lambda v: v["expert_layers"]["1"].update(file=".."), CheckpointError, "files: got '..'"),

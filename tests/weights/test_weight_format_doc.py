@@ -17,16 +17,30 @@ import torch
 from random_checkpoint import make_checkpoint
 from safetensors import safe_open
 
-from duckllm.weights import fp9
+from duckllm.weights import e4m3, formats, fp9
 from duckllm.weights.convert import convert
+from duckllm.weights.units import ExpertWeights, pack_expert_units
 
 
 def ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def read_weight(unit: bytes, record: int, row: int, lane: int) -> float:
+RECORD_BYTES = {"fp9": 576, "fp8": 512}
+FORMATS = list(RECORD_BYTES)
+
+
+def read_e4m3(byte: int) -> float:
+    sign = -1.0 if byte >> 7 else 1.0
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    assert byte & 0x7F != 0x7F
+    return sign * (2.0 ** (exponent - 7) * (1 + mantissa / 8) if exponent else mantissa * 2.0**-9)
+
+
+def read_weight(unit: bytes, record: int, row: int, lane: int, weight_format: str) -> float:
     magnitude = unit[record + 32 * (row // 2) + 2 * lane + row % 2]
+    if weight_format == "fp8":
+        return read_e4m3(magnitude)
     (signs,) = struct.unpack_from("<I", unit, record + 512 + 4 * lane)
     sign = -1.0 if signs >> (16 * (row % 2) + 15 - row // 2) & 1 else 1.0
     if magnitude == 0:
@@ -36,8 +50,11 @@ def read_weight(unit: bytes, record: int, row: int, lane: int) -> float:
     return sign * 2.0 ** (exponent - 23) * (1 + mantissa / 8)
 
 
-def read_unit(unit: bytes, hidden: int, stripe: int, intermediate: int) -> dict[tuple[str, int, int], float]:
+def read_unit(
+    unit: bytes, hidden: int, stripe: int, intermediate: int, weight_format: str
+) -> dict[tuple[str, int, int], float]:
     """Weight by (matrix, row, column), scales multiplied in."""
+    record_bytes = RECORD_BYTES[weight_format]
     runs = ceil(hidden, 128)
     scales = struct.unpack_from(f"<{3 * runs}f", unit, 0)
     data = ceil(12 * runs, 64) * 64
@@ -45,19 +62,20 @@ def read_unit(unit: bytes, hidden: int, stripe: int, intermediate: int) -> dict[
     weights = {}
     for block in range(blocks):
         for half, matrix in enumerate(("gate", "up")):
-            record = data + (2 * block + half) * 576
+            record = data + (2 * block + half) * record_bytes
             for row in range(min(32, hidden - 32 * block)):
                 for lane in range(min(16, intermediate - 16 * stripe)):
                     column = 32 * block + row
                     scale = scales[half * runs + column // 128]
-                    weights[matrix, 16 * stripe + lane, column] = scale * read_weight(unit, record, row, lane)
-        record = data + (2 * blocks + block) * 576
+                    value = read_weight(unit, record, row, lane, weight_format)
+                    weights[matrix, 16 * stripe + lane, column] = scale * value
+        record = data + (2 * blocks + block) * record_bytes
         for tile in range(2):
             for channel in range(min(16, intermediate - 16 * stripe)):
                 for lane in range(16):
                     output = 32 * block + 16 * tile + lane
                     if output < hidden:
-                        value = read_weight(unit, record, 16 * tile + channel, lane)
+                        value = read_weight(unit, record, 16 * tile + channel, lane, weight_format)
                         scale = scales[2 * runs + output // 128]
                         weights["down", output, 16 * stripe + channel] = scale * value
     return weights
@@ -70,10 +88,13 @@ class Reader:
         self.folder = folder
         self.manifest = json.loads((folder / "duck.json").read_text())
         assert self.manifest["format_version"] == 2
-        assert self.manifest["format"] == "fp9"
+        self.format = self.manifest["format"]
+        record_bytes = RECORD_BYTES[self.format]
         self.hidden, self.intermediate = self.manifest["hidden_size"], self.manifest["moe_intermediate_size"]
         hidden, blocks = self.hidden, ceil(self.hidden, 32)
-        assert self.manifest["unit_bytes"] == ceil(12 * ceil(hidden, 128), 64) * 64 + 3 * blocks * 576
+        assert (
+            self.manifest["unit_bytes"] == ceil(12 * ceil(hidden, 128), 64) * 64 + 3 * blocks * record_bytes
+        )
         assert self.manifest["num_stripes"] == ceil(self.intermediate, 16)
         content = {k: v for k, v in self.manifest.items() if k not in ("model_hash", "source", "created_by")}
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
@@ -108,15 +129,19 @@ class Reader:
         matrices = {name: np.full(shape, np.nan) for name, shape in shapes.items()}
         for stripe, unit in enumerate(units):
             for (matrix, row, column), value in read_unit(
-                unit, self.hidden, stripe, self.intermediate
+                unit, self.hidden, stripe, self.intermediate, self.format
             ).items():
                 matrices[matrix][row, column] = value
         return matrices
 
 
-def test_the_reader_of_the_page_reads_the_demo_model(tmp_path: Path, demo_checkpoint: Path) -> None:
-    convert(demo_checkpoint, tmp_path / "demo")
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_the_reader_of_the_page_reads_the_demo_model(
+    tmp_path: Path, demo_checkpoint: Path, weight_format: str
+) -> None:
+    convert(demo_checkpoint, tmp_path / "demo", weight_format=weight_format)
     reader = Reader(tmp_path / "demo")
+    assert reader.format == weight_format
     index = json.loads((demo_checkpoint / "model.safetensors.index.json").read_text())["weight_map"]
     units = reader.units(3)
     for expert in (0, 17):
@@ -132,12 +157,13 @@ def test_the_reader_of_the_page_reads_the_demo_model(tmp_path: Path, demo_checkp
             np.testing.assert_array_equal(np.signbit(weights), np.signbit(expected))
 
 
-def test_the_reader_of_the_page_reads_awkward_sizes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_the_reader_of_the_page_reads_awkward_sizes(tmp_path: Path, weight_format: str) -> None:
     made = make_checkpoint(tmp_path / "src", moe_intermediate_size=138, hidden_size=140, n_routed_experts=2)
-    convert(tmp_path / "src", tmp_path / "dst")
+    convert(tmp_path / "src", tmp_path / "dst", weight_format=weight_format)
     reader = Reader(tmp_path / "dst")
     got = reader.expert(reader.units(2)[1])
-    values = fp9.e4m3_values().astype(np.float64)
+    values = e4m3.e4m3_values().astype(np.float64)
     for matrix, weights in got.items():
         stem = f"model.layers.2.mlp.experts.1.{matrix}_proj.weight"
         rows, columns = weights.shape
@@ -166,26 +192,32 @@ def example_matrices(page: str) -> dict[str, tuple[np.ndarray, float, list[float
     }
 
 
-def test_the_example_of_the_page(page: str) -> None:
+@pytest.mark.parametrize(("weight_format", "size", "num_lines"), [("fp9", 1792, 9), ("fp8", 1600, 6)])
+def test_the_example_of_the_page(page: str, weight_format: str, size: int, num_lines: int) -> None:
+    assert f"64 + 3 * {RECORD_BYTES[weight_format]} = {size}" in page
     matrices = example_matrices(page)
     assert set(matrices) == {"gate", "up", "down"}
     codes = [matrices[name][0] for name in ("gate", "up", "down")]
     scales = [np.full((1, 1), matrices[name][1], np.float32) for name in ("gate", "up", "down")]
-    units = fp9.pack_expert_units(fp9.ExpertWeights(*codes, *scales))
-    shown = bytearray(1792)
-    lines = re.findall(r"^([0-9a-f]{4})((?:  ?[0-9a-f]{2}){16})$", page, re.MULTILINE)
-    assert len(lines) == 9
+    units = pack_expert_units(ExpertWeights(*codes, *scales), weight_format)
+    shown = bytearray(size)
+    listing = page.split(f"The unit in {weight_format}")[1].split("```")[1]
+    lines = re.findall(r"^([0-9a-f]{4})((?:  ?[0-9a-f]{2}){16})$", listing, re.MULTILINE)
+    assert len(lines) == num_lines
     for offset, text in lines:
         shown[int(offset, 16) : int(offset, 16) + 16] = bytes.fromhex(text)
     assert units.tobytes() == bytes(shown)
-    weights = read_unit(bytes(shown), 3, 0, 2)
+    weights = read_unit(bytes(shown), 3, 0, 2, weight_format)
     for name, (matrix, _, values) in matrices.items():
         rows, columns = matrix.shape
         assert [weights[name, r, c] for r in range(rows) for c in range(columns)] == values
 
 
 def test_the_numbers_of_the_page(page: str) -> None:
-    assert f"With H = 7168 it is {fp9.unit_bytes(7168):,}; with H = 256, {fp9.unit_bytes(256):,}." in page
+    big, small = ([formats.unit_bytes(hidden, name) for name in FORMATS] for hidden in (7168, 256))
+    assert f"With H = 7168 it is {big[0]:,} in fp9 and {big[1]:,} in fp8; " in page
+    assert f"with H = 256, {small[0]:,} and {small[1]:,}." in page
+    assert set(formats.FORMATS) == set(FORMATS)
     listed = re.search(r"\| 0x01 \.\.\. 0x07 .*? \| (.*?) \|", page)
     assert listed is not None
     magnitudes, _ = fp9.encode_e4m3(np.arange(1, 8, dtype=np.uint8))

@@ -16,7 +16,8 @@ import numpy.typing as npt
 from duckllm import _native
 from duckllm.bench.ceilings import Ceiling, Spread, read_ceiling
 from duckllm.bench.memory import U8, new_memory
-from duckllm.weights.fp9 import dequantise, unpack_expert_units
+from duckllm.weights.e4m3 import dequantise
+from duckllm.weights.units import unpack_expert_units
 
 # How long the kernel's idle threads spin: longer than Python takes from one step to the next.
 SPIN_US = 1000
@@ -174,7 +175,9 @@ class ExpertStep:
         x, weights = self._x.astype(np.float64), self._weights.astype(np.float64)
         exact = np.zeros_like(x)
         for k, expert in enumerate(chosen):
-            codes = unpack_expert_units(self._units[expert], self._shape.channels, self._shape.hidden_size)
+            codes = unpack_expert_units(
+                self._units[expert], self._shape.channels, self._shape.hidden_size, "fp9"
+            )
             gate = dequantise(codes.gate, codes.gate_scales).astype(np.float64)
             up = dequantise(codes.up, codes.up_scales).astype(np.float64)
             down = dequantise(codes.down, codes.down_scales).astype(np.float64)

@@ -28,7 +28,9 @@ def convert(
     dst: Annotated[
         Path, typer.Argument(help="Folder to write; made if absent.", show_default=False, readable=False)
     ],
-    weight_format: Annotated[str, typer.Option("--format", help="Format of the expert weights.")] = "fp9",
+    weight_format: Annotated[
+        str, typer.Option("--format", help="Format of the expert weights: fp9 or fp8.")
+    ] = "fp9",
     verify: Annotated[
         bool,
         typer.Option("--verify", help="Read everything again and compare it with the source, bit for bit."),
@@ -91,7 +93,7 @@ def describe(outcome: dict[str, object]) -> str:
     ]
     if outcome["rms_relative_error"]:
         lines.append(
-            f"rounded to fp9: rms error {outcome['rms_relative_error']:.3%} of the weights' rms, "
+            f"rounded to e4m3: rms error {outcome['rms_relative_error']:.3%} of the weights' rms, "
             f"at most {outcome['max_relative_error']:.1%} of a weight in the normal range, "
             f"{outcome['flushed_to_zero']} weights became zero"
         )

@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from duckllm.config import WIRE_DTYPES
+from duckllm.config import WEIGHT_FORMATS, WIRE_DTYPES
 from duckllm.errors import ProtocolError, show_value
 from duckllm.weights.json_values import is_plain_name, is_sha256
-
-PLAN_FORMATS = ("fp9",)
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class WorkerPlan:
 
     Args:
         model_hash: The converted model's hash, for messages.
-        format: Weight format, ``"fp9"``.
+        format: Weight format of the files, ``"fp9"`` or ``"fp8"``.
         hidden_size: H.
         intermediate_size: I of a whole expert.
         num_experts: E.
@@ -94,7 +92,7 @@ class WorkerPlan:
         for name in ("model_hash", "folder"):
             _check(name, value[name], "a text", isinstance(value[name], str) and len(value[name]) <= 4096)
         for name, known in (
-            ("format", PLAN_FORMATS),
+            ("format", WEIGHT_FORMATS),
             ("wire_dtype", WIRE_DTYPES),
             ("reply_dtype", WIRE_DTYPES),
         ):

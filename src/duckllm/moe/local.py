@@ -52,6 +52,7 @@ class LocalExperts:
             num_threads,
             0,
             isa,
+            manifest.format,
         )
 
     @property

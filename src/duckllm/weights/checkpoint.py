@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from duckllm.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError, show_value
+from duckllm.weights.e4m3 import SCALE_BLOCK, scale_shape
 from duckllm.weights.files import model_errors
-from duckllm.weights.fp9 import SCALE_BLOCK, scale_shape
 from duckllm.weights.json_values import is_plain_name, parse_json_object
 from duckllm.weights.safetensors_file import TensorInfo, read_header
 

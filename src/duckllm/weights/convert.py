@@ -22,6 +22,7 @@ import duckllm
 from duckllm.errors import CheckpointError, ConfigError, DiskSpaceError
 from duckllm.weights.architectures import PROJECTIONS, ModelLayout, layout_of
 from duckllm.weights.checkpoint import FP8, WIDE_FLOATS, Checkpoint, list_names, list_problems, scale_problems
+from duckllm.weights.e4m3 import QuantisationError
 from duckllm.weights.files import (
     LOCK_FILE,
     PARTIAL_SUFFIX,
@@ -32,8 +33,8 @@ from duckllm.weights.files import (
     model_errors,
     write_atomically,
 )
-from duckllm.weights.fp9 import QuantisationError, num_stripes, unit_bytes
-from duckllm.weights.manifest import FORMATS, MANIFEST_FILE, HostFile, Manifest
+from duckllm.weights.formats import FORMATS, num_stripes, unit_bytes
+from duckllm.weights.manifest import MANIFEST_FILE, HostFile, Manifest
 from duckllm.weights.pack import expert_file_bytes, host_file_bytes, write_expert_file, write_host_file
 from duckllm.weights.progress_file import PROGRESS_FILE, Entry, ProgressFile
 from duckllm.weights.safetensors_file import DTYPE_BYTES, TensorInfo, TensorReader
@@ -88,7 +89,7 @@ def convert(
     Args:
         src: Hugging Face checkpoint folder.
         dst: Folder to write; made if absent. A conversion of this checkpoint in it is completed or kept.
-        weight_format: Format of the expert weights, ``"fp9"``.
+        weight_format: Format of the expert weights, ``"fp9"`` or ``"fp8"``; both hold the same weights.
         verify: Read everything again and compare it with the source, bit for bit.
         progress: Called with what is being done, bytes done and bytes in all, often.
 
@@ -207,7 +208,7 @@ def _disk_errors(destination: Path) -> Iterator[None]:
 def _convert_files(
     checkpoint: Checkpoint, layout: ModelLayout, state: ProgressFile, report: Progress
 ) -> Manifest:
-    folder, plan = state.folder, plan_files(checkpoint, layout)
+    folder, plan = state.folder, plan_files(checkpoint, layout, state.weight_format)
     total, done = sum(file.num_bytes for file in plan), 0
     state.drop_damaged(lambda name: report(f"checking {name}", 0, total))
     for partial in folder.glob(f".*{PARTIAL_SUFFIX}"):
@@ -232,7 +233,7 @@ def _convert_files(
                     entry = write_host_file(out, reader, file.tensors, on_bytes)
                 else:
                     entry, error = write_expert_file(
-                        out, reader, checkpoint.tensors, layout, file.layer, on_bytes
+                        out, reader, checkpoint.tensors, layout, file.layer, state.weight_format, on_bytes
                     )
                 out.sync()
                 state.add(file.name, entry, error)
@@ -311,7 +312,7 @@ def _manifest(
         num_experts=layout.num_experts,
         num_experts_per_tok=layout.num_experts_per_tok,
         num_stripes=num_stripes(layout.moe_intermediate_size),
-        unit_bytes=unit_bytes(layout.hidden_size),
+        unit_bytes=unit_bytes(layout.hidden_size, state.weight_format),
         config_sha256=hash_file(state.folder / "config.json"),
         host_files=host_files,
         expert_layers=expert_layers,
@@ -352,7 +353,7 @@ def check_tensors(checkpoint: Checkpoint, layout: ModelLayout) -> None:
         raise CheckpointError(f"{checkpoint.folder}: {list_problems(problems)}")
 
 
-def plan_files(checkpoint: Checkpoint, layout: ModelLayout) -> list[PlannedFile]:
+def plan_files(checkpoint: Checkpoint, layout: ModelLayout, weight_format: str) -> list[PlannedFile]:
     """The files to write, in order: per layer its host tensors, then its experts; the rest last."""
     by_layer: dict[int | None, list[TensorInfo]] = {}
     for name, info in checkpoint.tensors.items():
@@ -363,9 +364,8 @@ def plan_files(checkpoint: Checkpoint, layout: ModelLayout) -> list[PlannedFile]
         if layer in by_layer:
             files.append(_planned_host_file(f"host-{layer:05d}.safetensors", by_layer[layer]))
         if layer in layout.moe_layers:
-            files.append(
-                PlannedFile(f"experts-{layer:05d}.safetensors", expert_file_bytes(layout, layer), layer)
-            )
+            num_bytes = expert_file_bytes(layout, layer, weight_format)
+            files.append(PlannedFile(f"experts-{layer:05d}.safetensors", num_bytes, layer))
     files.append(_planned_host_file(OTHER_HOST_FILE, by_layer.get(None, [])))
     return files
 

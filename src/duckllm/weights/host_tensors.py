@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from duckllm.errors import CheckpointError
 from duckllm.weights.checkpoint import FP8, SCALE_SUFFIXES, list_problems, scale_problems
-from duckllm.weights.fp9 import SCALE_BLOCK
+from duckllm.weights.e4m3 import SCALE_BLOCK
 from duckllm.weights.manifest import Manifest, check_sha256
 from duckllm.weights.safetensors_file import TensorInfo, read_header
 
@@ -119,7 +119,7 @@ def dequantise_blocks(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tenso
 
     Shapes: weight: [rows, columns] float8_e4m3fn; scales: [ceil(rows/128), ceil(columns/128)]; result: [rows,
         columns] f32.
-    Reference: :func:`duckllm.weights.fp9.dequantise`, exact.
+    Reference: :func:`duckllm.weights.e4m3.dequantise`, exact.
     """
     rows, columns = weight.shape
     wide = scales.float().repeat_interleave(SCALE_BLOCK, 0)[:rows]

@@ -22,13 +22,13 @@ from duckllm.errors import (
     show_value,
 )
 from duckllm.weights.checkpoint import list_problems, load_json
+from duckllm.weights.e4m3 import SCALE_BLOCK, QuantisationError
 from duckllm.weights.files import hash_file, model_errors
-from duckllm.weights.fp9 import SCALE_BLOCK, QuantisationError, num_stripes, unit_bytes
+from duckllm.weights.formats import FORMATS, num_stripes, unit_bytes
 from duckllm.weights.json_values import is_plain_name, is_sha256
 
 MANIFEST_FILE = "duck.json"
 FORMAT_VERSION = 2
-FORMATS = ("fp9",)
 _NOT_HASHED = ("created_by", "model_hash", "source")
 _KINDS = (
     *((name, str, "a string") for name in ("architecture", "model_type", "created_by")),
@@ -59,7 +59,7 @@ class Manifest:
 
     Args:
         folder: Where it lies.
-        format: Weight format of the experts, ``"fp9"``.
+        format: Weight format of the experts, a name in :data:`duckllm.weights.formats.FORMATS`.
         architecture: Hugging Face's class name.
         model_type: config.json's model_type.
         source: What it was converted from: fingerprint, dtype and, where weights were rounded, how far.
@@ -252,7 +252,7 @@ def _check_version(path: Path, value: Mapping[str, Any]) -> None:
         raise WeightFormatError(
             f"{path}: format_version: got {show_value(version)}, expected {FORMAT_VERSION}"
         )
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise WeightFormatError(
             f"{path}: format: got {show_value(name)}, expected one of {', '.join(FORMATS)}"
         )
@@ -320,7 +320,7 @@ def _problems(manifest: Manifest) -> list[str]:
             return [f"{name}: got {got}, expected a whole number of at least 1"]
     expected: dict[str, object] = {
         "num_stripes": num_stripes(manifest.moe_intermediate_size),
-        "unit_bytes": unit_bytes(manifest.hidden_size),
+        "unit_bytes": unit_bytes(manifest.hidden_size, manifest.format),
         "block_size": (SCALE_BLOCK, SCALE_BLOCK),
     }
     for name, value in expected.items():

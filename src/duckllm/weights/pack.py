@@ -18,26 +18,29 @@ from duckllm.config import available_cores
 from duckllm.errors import WeightFormatError
 from duckllm.weights.architectures import ModelLayout
 from duckllm.weights.checkpoint import FP8
+from duckllm.weights.e4m3 import U8, QuantisationError
 from duckllm.weights.files import AtomicFile
-from duckllm.weights.fp9 import U8, ExpertWeights, QuantisationError, num_stripes, unit_bytes
+from duckllm.weights.formats import num_stripes, unit_bytes
 from duckllm.weights.manifest import ExpertLayer, HostFile
 from duckllm.weights.reader import DATA_ALIGNMENT, UNITS
 from duckllm.weights.safetensors_file import TensorInfo, TensorReader, build_header
 from duckllm.weights.source import read_expert
+from duckllm.weights.units import ExpertWeights
 
 _HOST_ALIGNMENT = 64
 OnBytes = Callable[[int], object]
 _Item = TypeVar("_Item")
 
 
-def units_shape(layout: ModelLayout) -> tuple[int, int, int]:
+def units_shape(layout: ModelLayout, weight_format: str) -> tuple[int, int, int]:
     """[E, S_total, unit_bytes]."""
-    return layout.num_experts, num_stripes(layout.moe_intermediate_size), unit_bytes(layout.hidden_size)
+    length = unit_bytes(layout.hidden_size, weight_format)
+    return layout.num_experts, num_stripes(layout.moe_intermediate_size), length
 
 
-def _expert_header(layout: ModelLayout, layer: int) -> bytes:
-    tensors = {UNITS: ("U8", units_shape(layout))}
-    return build_header(tensors, {"format": "fp9", "layer": str(layer)}, DATA_ALIGNMENT)
+def _expert_header(layout: ModelLayout, layer: int, weight_format: str) -> bytes:
+    tensors = {UNITS: ("U8", units_shape(layout, weight_format))}
+    return build_header(tensors, {"format": weight_format, "layer": str(layer)}, DATA_ALIGNMENT)
 
 
 def _host_header(tensors: Sequence[TensorInfo]) -> bytes:
@@ -45,10 +48,10 @@ def _host_header(tensors: Sequence[TensorInfo]) -> bytes:
     return build_header(entries, {"format": "pt"}, _HOST_ALIGNMENT)
 
 
-def expert_file_bytes(layout: ModelLayout, layer: int) -> int:
+def expert_file_bytes(layout: ModelLayout, layer: int, weight_format: str) -> int:
     """Exact length of a layer's expert file."""
-    experts, stripes, length = units_shape(layout)
-    return len(_expert_header(layout, layer)) + experts * stripes * length
+    experts, stripes, length = units_shape(layout, weight_format)
+    return len(_expert_header(layout, layer, weight_format)) + experts * stripes * length
 
 
 def host_file_bytes(tensors: Sequence[TensorInfo]) -> int:
@@ -74,14 +77,20 @@ def ahead_of(make: Callable[[int], _Item], count: int) -> Iterator[_Item]:
         pool.shutdown(cancel_futures=True)
 
 
-def pack_units(expert: ExpertWeights) -> U8:
+def pack_units(expert: ExpertWeights, weight_format: str) -> U8:
     """All units of one expert, stripe by stripe, by the native packer.
 
-    Shapes: result: [S_total, unit_bytes(H)] u8, contiguous.
-    Reference: :func:`duckllm.weights.fp9.pack_expert_units`, byte for byte.
+    Shapes: result: [S_total, unit_bytes(H, weight_format)] u8, contiguous.
+    Reference: :func:`duckllm.weights.units.pack_expert_units`, byte for byte.
     """
     return _native.pack_expert_units(
-        expert.gate, expert.up, expert.down, expert.gate_scales, expert.up_scales, expert.down_scales
+        expert.gate,
+        expert.up,
+        expert.down,
+        expert.gate_scales,
+        expert.up_scales,
+        expert.down_scales,
+        format=weight_format,
     )
 
 
@@ -91,6 +100,7 @@ def write_expert_file(
     tensors: Mapping[str, TensorInfo],
     layout: ModelLayout,
     layer: int,
+    weight_format: str,
     on_bytes: OnBytes,
 ) -> tuple[ExpertLayer, QuantisationError | None]:
     """Writes a layer's experts and returns their manifest entry, and how far they were rounded, if they were.
@@ -99,15 +109,15 @@ def write_expert_file(
         WeightFormatError: A weight is NaN or infinite.
         CheckpointError: A scale is wrong, or the checkpoint ends early.
     """
-    header = _expert_header(layout, layer)
+    header = _expert_header(layout, layer, weight_format)
     out.write(header, hashed=False)
     on_bytes(len(header))
     total: QuantisationError | None = None
-    digests = [hashlib.sha256() for _ in range(units_shape(layout)[1])]
+    digests = [hashlib.sha256() for _ in range(units_shape(layout, weight_format)[1])]
 
     def pack(expert: int) -> tuple[U8, QuantisationError | None]:
         weights, error = read_expert(reader, tensors, layout, layer, expert)
-        return pack_units(weights), error
+        return pack_units(weights, weight_format), error
 
     for units, error in ahead_of(pack, layout.num_experts):
         out.write(units.data, hashed=False)
@@ -118,7 +128,7 @@ def write_expert_file(
             total += error
         on_bytes(units.nbytes)
     hashes = tuple(digest.hexdigest() for digest in digests)
-    return ExpertLayer(out.path.name, expert_file_bytes(layout, layer), hashes), total
+    return ExpertLayer(out.path.name, expert_file_bytes(layout, layer, weight_format), hashes), total
 
 
 def write_host_file(

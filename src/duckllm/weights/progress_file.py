@@ -15,8 +15,8 @@ from typing import Any
 
 from duckllm.errors import CheckpointError
 from duckllm.weights.checkpoint import load_json
+from duckllm.weights.e4m3 import QuantisationError
 from duckllm.weights.files import hash_file, write_atomically
-from duckllm.weights.fp9 import QuantisationError
 from duckllm.weights.manifest import ExpertLayer, HostFile, Manifest, rounding_of
 from duckllm.weights.reader import UNITS
 from duckllm.weights.safetensors_file import TensorReader, read_header

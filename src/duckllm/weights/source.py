@@ -14,16 +14,9 @@ from duckllm import _native
 from duckllm.errors import CheckpointError, WeightFormatError
 from duckllm.weights.architectures import ModelLayout
 from duckllm.weights.checkpoint import FP8, scale_of
-from duckllm.weights.fp9 import (
-    F32,
-    SCALE_BLOCK,
-    U8,
-    ExpertWeights,
-    QuantisationError,
-    quantisation_error,
-    scale_shape,
-)
+from duckllm.weights.e4m3 import F32, SCALE_BLOCK, U8, QuantisationError, quantisation_error, scale_shape
 from duckllm.weights.safetensors_file import TensorInfo, TensorReader
+from duckllm.weights.units import ExpertWeights
 
 
 def widen_to_f32(raw: U8, info: TensorInfo) -> F32:

@@ -13,13 +13,13 @@ from functools import partial
 from duckllm.errors import WeightHashError
 from duckllm.weights.architectures import ModelLayout
 from duckllm.weights.checkpoint import Checkpoint
-from duckllm.weights.fp9 import unpack_expert_units
 from duckllm.weights.manifest import Manifest, check_sha256
 from duckllm.weights.pack import ahead_of
 from duckllm.weights.progress_file import expert_hashes
 from duckllm.weights.reader import UNITS
 from duckllm.weights.safetensors_file import TensorReader, read_header
 from duckllm.weights.source import read_expert
+from duckllm.weights.units import unpack_expert_units
 
 Report = Callable[[str, int, int], object]
 
@@ -82,6 +82,7 @@ def _compare_expert(
         units.reshape(manifest.num_stripes, manifest.unit_bytes),
         layout.moe_intermediate_size,
         layout.hidden_size,
+        manifest.format,
     )
     expected, _ = read_expert(reader, checkpoint.tensors, layout, layer, expert)
     for item in fields(expected):

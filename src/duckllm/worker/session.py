@@ -22,7 +22,7 @@ from duckllm.cluster.auth import authenticate_worker
 from duckllm.cluster.frames import ControlChannel, PeerClosedError, error_code, safe_text
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.errors import DuckError, ProtocolError, WorkerUnavailableError
-from duckllm.weights import fp9
+from duckllm.weights.records import STRIPE_CHANNELS
 from duckllm.worker.config import WorkerConfig
 from duckllm.worker.weights import WorkerWeights
 
@@ -142,6 +142,7 @@ class Sessions:
                 spin_us=self._config.resolved_spin_us,
                 frame_timeout_ms=round(self._config.frame_timeout_s * 1000),
                 send_timeout_ms=round(self._config.send_timeout_s * 1000),
+                format=plan.format,
             )
         except (ValueError, MemoryError) as error:
             raise ProtocolError(f"plan: {error or 'got sizes beyond the memory of this worker'}") from error
@@ -163,7 +164,7 @@ def _memory_bytes() -> int:
 def _scratch_bytes_per_token(plan: WorkerPlan) -> int:
     """What one token of the largest step takes: in the kernels, the request buffer and the reply buffers."""
     row = 4 * (-(-plan.hidden_size // 32) * 32)
-    pair = 4 * fp9.STRIPE_CHANNELS * plan.num_stripes + 3 * 8 + 4  # activations, pointers, weight
+    pair = 4 * STRIPE_CHANNELS * plan.num_stripes + 3 * 8 + 4  # activations, pointers, weight
     request = 4 * plan.hidden_size + 8 * plan.top_k
     return 2 * row + plan.top_k * pair + 2 * request + (4 + 2) * plan.hidden_size
 

@@ -1,4 +1,4 @@
-"""The numpy fp9 against the definition of e4m3, torch's rounding, and by hand."""
+"""The numpy formats against the definition of e4m3, torch's rounding, and by hand."""
 
 from __future__ import annotations
 
@@ -9,32 +9,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_checkpoint import FINITE_CODES
 
-from duckllm import errors
-from duckllm.weights import fp9
+from duckllm import _native, errors
+from duckllm.weights import e4m3, formats, fp8, fp9
+from duckllm.weights.pack import pack_units
+from duckllm.weights.units import ExpertWeights, pack_expert_units, unpack_expert_units
 
+FORMATS = ["fp9", "fp8"]
 ALL_CODES = np.arange(256, dtype=np.uint8)
 
 
-def random_expert(rng: np.random.Generator, intermediate: int, hidden: int) -> fp9.ExpertWeights:
+def random_expert(rng: np.random.Generator, intermediate: int, hidden: int) -> ExpertWeights:
     wide, tall = (intermediate, hidden), (hidden, intermediate)
-    return fp9.ExpertWeights(
+    return ExpertWeights(
         *(rng.choice(FINITE_CODES, size=shape) for shape in (wide, wide, tall)),
-        *(rng.uniform(0.5, 2, fp9.scale_shape(*shape)).astype(np.float32) for shape in (wide, wide, tall)),
+        *(rng.uniform(0.5, 2, e4m3.scale_shape(*shape)).astype(np.float32) for shape in (wide, wide, tall)),
     )
 
 
 def test_values_are_torchs() -> None:
     expected = torch.from_numpy(ALL_CODES).view(torch.float8_e4m3fn).float().numpy()
-    np.testing.assert_array_equal(fp9.e4m3_values(), expected)
-    assert fp9.e4m3_values()[0x7E] == 448.0
-    assert fp9.e4m3_values()[0x01] == 2.0**-9
+    np.testing.assert_array_equal(e4m3.e4m3_values(), expected)
+    assert e4m3.e4m3_values()[0x7E] == 448.0
+    assert e4m3.e4m3_values()[0x01] == 2.0**-9
 
 
 def test_every_finite_code_decodes_to_its_value_times_2_to_minus_104() -> None:
     assert len(FINITE_CODES) == 254
     magnitudes, signs = fp9.encode_e4m3(FINITE_CODES)
     decoded = fp9.decode_f32(magnitudes, signs)
-    expected = fp9.e4m3_values()[FINITE_CODES].astype(np.float64) * 2.0**-104
+    expected = e4m3.e4m3_values()[FINITE_CODES].astype(np.float64) * 2.0**-104
     np.testing.assert_array_equal(decoded.astype(np.float64), expected)
     np.testing.assert_array_equal(np.signbit(decoded), FINITE_CODES >= 128)
     nonzero = decoded[decoded != 0]
@@ -73,17 +76,19 @@ def test_rounding_is_torchs_for_every_kind_of_value() -> None:
     values = values[np.abs(values) <= 448]
     assert np.count_nonzero(np.abs(values) < 2**-6) > 10_000
     expected = torch.from_numpy(values).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-    np.testing.assert_array_equal(fp9.round_to_e4m3(values), expected)
-    assert fp9.round_to_e4m3(np.array([1e9, -1e9], np.float32)).tolist() == [0x7E, 0xFE]
+    np.testing.assert_array_equal(e4m3.round_to_e4m3(values), expected)
+    assert e4m3.round_to_e4m3(np.array([1e9, -1e9], np.float32)).tolist() == [0x7E, 0xFE]
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 2**32 - 1))
-def test_packing_then_unpacking_gives_the_same_bytes(intermediate: int, hidden: int, seed: int) -> None:
+@given(st.sampled_from(FORMATS), st.integers(1, 300), st.integers(1, 300), st.integers(0, 2**32 - 1))
+def test_packing_then_unpacking_gives_the_same_bytes(
+    weight_format: str, intermediate: int, hidden: int, seed: int
+) -> None:
     expert = random_expert(np.random.default_rng(seed), intermediate, hidden)
-    units = fp9.pack_expert_units(expert)
-    assert units.shape == (-(-intermediate // 16), fp9.unit_bytes(hidden))
-    again = fp9.unpack_expert_units(units, intermediate, hidden)
+    units = pack_expert_units(expert, weight_format)
+    assert units.shape == (-(-intermediate // 16), formats.unit_bytes(hidden, weight_format))
+    again = unpack_expert_units(units, intermediate, hidden, weight_format)
     for name in ("gate", "up", "down", "gate_scales", "up_scales", "down_scales"):
         got, expected = getattr(again, name), getattr(expert, name)
         assert got.shape == expected.shape
@@ -95,7 +100,7 @@ def test_places_of_single_weights() -> None:
     gate, up, down = np.zeros((40, 72), np.uint8), np.zeros((40, 72), np.uint8), np.zeros((72, 40), np.uint8)
     gate[21, 70], up[21, 33], down[70, 21] = 0xB8, 0x39, 0xBA
     ones = [np.ones((1, 1), np.float32)] * 3
-    units = fp9.pack_expert_units(fp9.ExpertWeights(gate, up, down, *ones))
+    units = pack_expert_units(ExpertWeights(gate, up, down, *ones), "fp9")
     assert units.shape == (3, 64 + 9 * 576)
     unit = units[1].copy()
     records = unit[64:].reshape(9, 576)
@@ -113,9 +118,57 @@ def test_places_of_single_weights() -> None:
     assert not units[2, 64:].any()
 
 
+def test_places_of_single_fp8_weights() -> None:
+    """The same weights: an fp8 record is 512 e4m3 bytes, signs included, in the same places."""
+    gate, up, down = np.zeros((40, 72), np.uint8), np.zeros((40, 72), np.uint8), np.zeros((72, 40), np.uint8)
+    gate[21, 70], up[21, 33], down[70, 21] = 0xB8, 0x39, 0x83
+    ones = [np.ones((1, 1), np.float32)] * 3
+    units = pack_expert_units(ExpertWeights(gate, up, down, *ones), "fp8")
+    assert units.shape == (3, 64 + 9 * 512)
+    records = units[1, 64:].reshape(9, 512)
+    places = {(4, 3 * 32 + 2 * 5): 0xB8, (3, 2 * 5 + 1): 0x39, (8, 2 * 32 + 2 * 6 + 1): 0x83}
+    for (record, place), code in places.items():
+        assert records[record, place] == code
+    assert np.count_nonzero(units[:, 64:]) == 3
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize(("hidden", "intermediate"), [(1, 1), (31, 15), (33, 17), (200, 200), (576, 130)])
+def test_the_native_packer_writes_the_same_bytes(weight_format: str, hidden: int, intermediate: int) -> None:
+    expert = random_expert(np.random.default_rng(hidden), intermediate, hidden)
+    native = pack_units(expert, weight_format)
+    assert native.shape[1] == _native.unit_bytes(hidden, weight_format)
+    np.testing.assert_array_equal(native, pack_expert_units(expert, weight_format))
+
+
+def test_every_finite_code_of_fp8_decodes_to_its_value_times_2_to_minus_120() -> None:
+    decoded = fp8.decode_f32(FINITE_CODES)
+    expected = e4m3.e4m3_values()[FINITE_CODES].astype(np.float64) * 2.0**-120
+    np.testing.assert_array_equal(decoded.astype(np.float64), expected)
+    np.testing.assert_array_equal(np.signbit(decoded), FINITE_CODES >= 128)
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("nan", [0x7F, 0xFF])
+def test_no_format_takes_nan(weight_format: str, nan: int) -> None:
+    expert = random_expert(np.random.default_rng(7), 40, 72)
+    expert.down[71, 39] = nan
+    with pytest.raises(errors.WeightFormatError, match="got 1 NaN value"):
+        pack_expert_units(expert, weight_format)
+    with pytest.raises(ValueError, match="down: got 1 NaN bytes"):
+        pack_units(expert, weight_format)
+
+
+def test_an_fp8_payload_with_nan_is_an_error() -> None:
+    units = pack_expert_units(random_expert(np.random.default_rng(7), 40, 72), "fp8")
+    units[2, -1] = 0xFF
+    with pytest.raises(errors.WeightFormatError, match="fp8 payload: got 1 NaN value"):
+        unpack_expert_units(units, 40, 72, "fp8")
+
+
 def test_scales_of_edge_blocks_reach_their_stripes() -> None:
     expert = random_expert(np.random.default_rng(3), 200, 300)
-    units = fp9.pack_expert_units(expert)
+    units = pack_expert_units(expert, "fp8")
     scales = units[:, : 9 * 4].copy().view("<f4").reshape(13, 3, 3)
     np.testing.assert_array_equal(scales[7, 0], expert.gate_scales[0])
     np.testing.assert_array_equal(scales[8, 0], expert.gate_scales[1])
@@ -124,27 +177,27 @@ def test_scales_of_edge_blocks_reach_their_stripes() -> None:
 
 
 def test_unpacking_refuses_other_shapes_and_scales_that_disagree() -> None:
-    units = fp9.pack_expert_units(random_expert(np.random.default_rng(4), 40, 72))
+    units = pack_expert_units(random_expert(np.random.default_rng(4), 40, 72), "fp9")
     with pytest.raises(errors.WeightFormatError, match=r"got shape \(3, 5248\), expected \(4, 5248\)"):
-        fp9.unpack_expert_units(units, 50, 72)
+        unpack_expert_units(units, 50, 72, "fp9")
     units[1, 3] ^= 1
     with pytest.raises(errors.WeightFormatError, match="several scales"):
-        fp9.unpack_expert_units(units, 40, 72)
+        unpack_expert_units(units, 40, 72, "fp9")
 
 
-@pytest.mark.parametrize(
-    ("hidden", "expected"), [(1, 64 + 3 * 576), (256, 64 + 24 * 576), (7168, 704 + 672 * 576)]
-)
-def test_unit_bytes(hidden: int, expected: int) -> None:
-    assert fp9.unit_bytes(hidden) == expected
-    assert expected % 64 == 0
+@pytest.mark.parametrize(("hidden", "scale_bytes", "records"), [(1, 64, 3), (256, 64, 24), (7168, 704, 672)])
+def test_unit_bytes(hidden: int, scale_bytes: int, records: int) -> None:
+    for weight_format, record_bytes in (("fp9", 576), ("fp8", 512)):
+        expected = scale_bytes + records * record_bytes
+        assert formats.unit_bytes(hidden, weight_format) == expected
+        assert expected % 64 == 0
 
 
 def test_quantising_scales_each_block_by_its_largest_weight() -> None:
     weights = np.zeros((200, 130), np.float32)
     weights[3, 5], weights[10, 10] = -8.0, 1.0
     weights[199, 129] = 3.0
-    codes, scales, error = fp9.quantise_blocks(weights)
+    codes, scales, error = e4m3.quantise_blocks(weights)
     np.testing.assert_array_equal(scales, np.array([[8 / 448, 1], [1, 3 / 448]], np.float32))
     assert codes[3, 5] == 0xFE
     assert codes[199, 129] == 0x7E
@@ -156,8 +209,8 @@ def test_quantising_scales_each_block_by_its_largest_weight() -> None:
 
 def test_the_error_of_quantising_gaussian_weights() -> None:
     weights = np.random.default_rng(5).standard_normal((256, 384)).astype(np.float32)
-    codes, scales, error = fp9.quantise_blocks(weights)
-    distance = np.abs(fp9.dequantise(codes, scales).astype(np.float64) - weights)
+    codes, scales, error = e4m3.quantise_blocks(weights)
+    distance = np.abs(e4m3.dequantise(codes, scales).astype(np.float64) - weights)
     rms = np.sqrt(np.mean(distance**2) / np.mean(weights.astype(np.float64) ** 2))
     assert error.rms_relative == pytest.approx(rms, rel=1e-4)
     assert 0.02 < error.rms_relative < 0.03
@@ -172,13 +225,13 @@ def test_the_error_of_quantising_gaussian_weights() -> None:
 
 def test_weights_that_become_zero_are_counted() -> None:
     weights = np.array([[448.0, 2.0**-11, -(2.0**-10), 2.0**-9]], np.float32)
-    codes, _, error = fp9.quantise_blocks(weights)
+    codes, _, error = e4m3.quantise_blocks(weights)
     assert codes[0].tolist() == [0x7E, 0x00, 0x80, 0x01]
     assert error.flushed == 2
 
 
 def test_tiny_blocks_get_a_normal_scale() -> None:
-    _, scales, _ = fp9.quantise_blocks(np.full((1, 2), 1e-40, np.float32))
+    _, scales, _ = e4m3.quantise_blocks(np.full((1, 2), 1e-40, np.float32))
     assert scales[0, 0] == np.float32(2.0**-126)
 
 
@@ -187,4 +240,4 @@ def test_non_finite_weights_are_an_error(bad: float) -> None:
     weights = np.ones((4, 4), np.float32)
     weights[1, 2] = weights[3, 3] = bad
     with pytest.raises(errors.WeightFormatError, match=r"w: got 2 non-finite"):
-        fp9.quantise_blocks(weights, "w")
+        e4m3.quantise_blocks(weights, "w")

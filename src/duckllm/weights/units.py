@@ -1,0 +1,118 @@
+"""Units of an expert in numpy, in any format: the readable twin of the native packer.
+
+Called by the converter's checks, by tests and by whoever wants the weights of a unit back. It knows bytes and
+arrays only, no files and no models, and imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from duckllm.errors import WeightFormatError
+from duckllm.weights.e4m3 import F32, SCALE_BLOCK, U8, ceil_div
+from duckllm.weights.formats import FORMATS, num_stripes, padded_hidden, unit_bytes, unit_scale_bytes
+from duckllm.weights.records import RECORD_ROWS, STRIPE_CHANNELS
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """One expert's three matrices as e4m3 codes with their block scales.
+
+    Shapes: gate, up: [I, H] u8; down: [H, I] u8; gate_scales, up_scales: [ceil(I/128), ceil(H/128)] f32;
+        down_scales: [ceil(H/128), ceil(I/128)] f32. All contiguous.
+    """
+
+    gate: U8
+    up: U8
+    down: U8
+    gate_scales: F32
+    up_scales: F32
+    down_scales: F32
+
+
+def pack_expert_units(expert: ExpertWeights, weight_format: str) -> U8:
+    """All units of one expert in a format, stripe by stripe.
+
+    Shapes: result: [S_total, unit_bytes(H, weight_format)] u8, contiguous.
+
+    Raises:
+        WeightFormatError: A code is NaN.
+    Reference: docs/weight-format.md; the native twin is ``duckllm._native.pack_expert_units``, byte for byte.
+    """
+    encode = FORMATS[weight_format].encode_records
+    intermediate, hidden = expert.gate.shape
+    stripes, blocks = num_stripes(intermediate), padded_hidden(hidden) // RECORD_ROWS
+    units = np.zeros((stripes, unit_bytes(hidden, weight_format)), np.uint8)
+    by_block = np.concatenate([expert.gate_scales, expert.up_scales, expert.down_scales.T], axis=1)
+    scales = by_block[_block_of_stripe(stripes)].astype("<f4")
+    units[:, : scales.shape[1] * 4] = scales.view(np.uint8)
+
+    halves, down_records = _record_views(units, hidden, weight_format)
+    for half, matrix in enumerate((expert.gate, expert.up)):
+        padded = np.zeros((stripes * STRIPE_CHANNELS, blocks * RECORD_ROWS), np.uint8)
+        padded[:intermediate, :hidden] = matrix
+        tiles = padded.reshape(stripes, STRIPE_CHANNELS, blocks, RECORD_ROWS).transpose(0, 2, 3, 1)
+        halves[:, :, half] = encode(tiles)
+
+    padded = np.zeros((blocks * RECORD_ROWS, stripes * STRIPE_CHANNELS), np.uint8)
+    padded[:hidden, :intermediate] = expert.down
+    tiles = padded.reshape(blocks, 2, 16, stripes, STRIPE_CHANNELS).transpose(3, 0, 1, 4, 2)
+    down_records[:] = encode(tiles.reshape(stripes, blocks, RECORD_ROWS, STRIPE_CHANNELS))
+    return units
+
+
+def unpack_expert_units(
+    units: U8, intermediate_size: int, hidden_size: int, weight_format: str
+) -> ExpertWeights:
+    """The e4m3 codes and block scales that one expert's units hold, the inverse of :func:`pack_expert_units`.
+
+    Shapes: units: [S_total, unit_bytes(H, weight_format)] u8.
+
+    Raises:
+        WeightFormatError: The shape differs, a weight is no finite e4m3 value, or the stripes of one scale
+            block disagree about its scale.
+    """
+    decode = FORMATS[weight_format].decode_records
+    stripes, blocks = num_stripes(intermediate_size), padded_hidden(hidden_size) // RECORD_ROWS
+    expected = (stripes, unit_bytes(hidden_size, weight_format))
+    if units.shape != expected:
+        raise WeightFormatError(f"units: got shape {units.shape}, expected {expected}")
+    scale_columns = ceil_div(hidden_size, SCALE_BLOCK)
+    scale_section = np.ascontiguousarray(units[:, : 3 * 4 * scale_columns])
+    scales = scale_section.view("<f4").reshape(stripes, 3, scale_columns)
+    block_of_stripe = _block_of_stripe(stripes)
+    chosen = scales[np.unique(block_of_stripe, return_index=True)[1]].astype(np.float32)
+    if scales.tobytes() != chosen.astype("<f4")[block_of_stripe].tobytes():
+        raise WeightFormatError("units: got several scales in one 128-channel block, expected one")
+
+    halves, down_records = _record_views(units, hidden_size, weight_format)
+    padded_shape = (2, stripes * STRIPE_CHANNELS, blocks * RECORD_ROWS)
+    both = decode(halves).transpose(2, 0, 4, 1, 3).reshape(padded_shape)
+    gate, up = both[:, :intermediate_size, :hidden_size]
+    tiles = decode(down_records).reshape(stripes, blocks, 2, STRIPE_CHANNELS, 16).transpose(1, 2, 4, 0, 3)
+    down = tiles.reshape(blocks * RECORD_ROWS, stripes * STRIPE_CHANNELS)[:hidden_size, :intermediate_size]
+    return ExpertWeights(
+        gate=np.ascontiguousarray(gate),
+        up=np.ascontiguousarray(up),
+        down=np.ascontiguousarray(down),
+        gate_scales=np.ascontiguousarray(chosen[:, 0]),
+        up_scales=np.ascontiguousarray(chosen[:, 1]),
+        down_scales=np.ascontiguousarray(chosen[:, 2].T),
+    )
+
+
+def _block_of_stripe(stripes: int) -> npt.NDArray[np.int64]:
+    return np.arange(stripes) * STRIPE_CHANNELS // SCALE_BLOCK
+
+
+def _record_views(units: U8, hidden_size: int, weight_format: str) -> tuple[U8, U8]:
+    """Views of the records: gate and up ``[S, H'/32, 2, bytes]``, down ``[S, H'/32, bytes]``."""
+    stripes, blocks = units.shape[0], padded_hidden(hidden_size) // RECORD_ROWS
+    record_bytes = FORMATS[weight_format].record_bytes
+    start = unit_scale_bytes(hidden_size)
+    middle = start + 2 * blocks * record_bytes
+    halves = units[:, start:middle].reshape(stripes, blocks, 2, record_bytes)
+    return halves, units[:, middle:].reshape(stripes, blocks, record_bytes)
