@@ -196,18 +196,6 @@ def test_files_are_checked_before_memory_is_set_aside(
         Sessions(WorkerConfig(threads=1), print)._prepare(replace(plan, num_experts=1 << 30), theirs)
 
 
-def test_the_scratch_of_the_largest_step_is_bounded(model: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
-    # H 72 (padded 96), K 3, 7 stripes: 2*384 + 3*(448 + 28) + 2*(288 + 24) + 432 = 3252 bytes a token.
-    monkeypatch.setattr("duckllm.worker.session.MAX_SCRATCH_BYTES", 8 * 3252)
-    sessions = Sessions(WorkerConfig(threads=1), print)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        (plan,) = plan_for(model, max_step_tokens=8)
-        assert sessions._prepare(plan, theirs)[1] == 14
-        with pytest.raises(ProtocolError, match="plan max_step_tokens: got 9, expected at most 8, "):
-            sessions._prepare(replace(plan, max_step_tokens=9), theirs)
-
-
 def test_unknown_fields_of_a_plan_are_shown_in_part(model: Manifest) -> None:
     (plan,) = plan_for(model)
     with pytest.raises(ProtocolError, match=r"unknown fields \['xxx") as caught:

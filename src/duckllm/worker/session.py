@@ -22,14 +22,13 @@ from duckllm.cluster.auth import authenticate_worker
 from duckllm.cluster.frames import ControlChannel, PeerClosedError, error_code, safe_text
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.errors import DuckError, ProtocolError, WorkerUnavailableError
-from duckllm.weights.records import STRIPE_CHANNELS
 from duckllm.worker.config import WorkerConfig
+from duckllm.worker.scratch import check_scratch, memory_bytes
 from duckllm.worker.weights import WorkerWeights
 
 # A host that reconnects at once may arrive before its last connection's end was noticed.
 BUSY_GRACE_S = 1.0
 READY_TIMEOUT_S = 10.0
-MAX_SCRATCH_BYTES = 4 << 30
 
 
 class Sessions:
@@ -98,7 +97,7 @@ class Sessions:
             "isa": self._isa,
             "threads": self._config.resolved_threads,
             "pid": os.getpid(),
-            "memory_bytes": _memory_bytes(),
+            "memory_bytes": memory_bytes(),
         }
         channel.send_json(FrameType.HELLO, hello, deadline=deadline)
         return WorkerPlan.from_json(channel.receive_json(FrameType.PREPARE, deadline=deadline))
@@ -126,9 +125,9 @@ class Sessions:
                 raise WorkerUnavailableError("this worker is stopping")
             _check_still_connected(connection)
 
-        _check_scratch(plan)
         # The files bound every size but the scratch's, so they come before memory is set aside.
         mapped = [(layer, *self._weights.map_layer(plan, layer)) for layer in plan.layers]
+        check_scratch(plan, self._config.resolved_threads)
         try:
             server = _native.StepServer(
                 hidden_size=plan.hidden_size,
@@ -155,28 +154,6 @@ class Sessions:
                 raise ProtocolError(f"plan: {error}") from error
         self._prepared = (key, server)
         return server, verified_stripes
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _scratch_bytes_per_token(plan: WorkerPlan) -> int:
-    """What one token of the largest step takes: in the kernels, the request buffer and the reply buffers."""
-    row = 4 * (-(-plan.hidden_size // 32) * 32)
-    pair = 4 * STRIPE_CHANNELS * plan.num_stripes + 3 * 8 + 4  # activations, pointers, weight
-    request = 4 * plan.hidden_size + 8 * plan.top_k
-    return 2 * row + plan.top_k * pair + 2 * request + (4 + 2) * plan.hidden_size
-
-
-def _check_scratch(plan: WorkerPlan) -> None:
-    limit = min(_memory_bytes() // 4, MAX_SCRATCH_BYTES)
-    most = limit // _scratch_bytes_per_token(plan)
-    if plan.max_step_tokens > most:
-        raise ProtocolError(
-            f"plan max_step_tokens: got {plan.max_step_tokens}, expected at most {most}, "
-            f"as this worker sets aside at most {limit} bytes for a step of such sizes"
-        )
 
 
 def _never_raising(log: Callable[[str], None]) -> Callable[[str], None]:

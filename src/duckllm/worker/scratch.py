@@ -1,0 +1,65 @@
+"""What a worker sets aside for the largest step of a plan, told before it does so.
+
+Called by :mod:`duckllm.worker.session`; the sizes are those of the constructors in csrc/kernels/experts.cpp,
+csrc/kernels/routing.cpp and csrc/worker/step_loop.cpp, which a test compares with what is really allocated.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+
+from duckllm.cluster.plan import WorkerPlan
+from duckllm.errors import ProtocolError
+from duckllm.weights.e4m3 import SCALE_BLOCK, ceil_div
+from duckllm.weights.formats import padded_hidden
+from duckllm.weights.records import STRIPE_CHANNELS
+
+MAX_SCRATCH_BYTES = 4 << 30
+# csrc/kernels: rows that go without tiles, rows of a tile, scale blocks of a part of a dot product.
+_DIRECT_ROWS, _CHUNK_ROWS, _PART_BLOCKS = 8, 48, 8
+_F32_BYTES = 4
+_TILE_BYTES = SCALE_BLOCK * 2 * STRIPE_CHANNELS * _F32_BYTES
+_ROW_DOT_BYTES = 2 * STRIPE_CHANNELS * _F32_BYTES  # gate and up of a unit
+
+
+def memory_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def scratch_bytes(plan: WorkerPlan, num_tokens: int, num_threads: int) -> int:
+    """Bytes for steps of at most ``num_tokens`` tokens: kernels, routing, request and reply buffers."""
+    pairs, direct_rows = num_tokens * plan.top_k, min(num_tokens, _DIRECT_ROWS)
+    blocks = ceil_div(plan.hidden_size, SCALE_BLOCK)
+    rows = 2 * num_tokens * padded_hidden(plan.hidden_size) * _F32_BYTES  # x and y
+    activations = pairs * plan.num_stripes * STRIPE_CHANNELS * _F32_BYTES
+    # Two pointers, row and weight of each pair; a third pointer in a vector that grew by doubling.
+    routing = pairs * (2 * 8 + 8) + (8 << (pairs - 1).bit_length()) + 8 * plan.num_experts
+    active = min(pairs, plan.num_experts)
+    items = active * (4 + 8)
+    parts_left = min(direct_rows * plan.top_k, plan.num_experts) * plan.num_stripes * 4
+    parts = direct_rows * plan.top_k * plan.num_stripes * ceil_div(blocks, _PART_BLOCKS) * _ROW_DOT_BYTES
+    panel = blocks * _CHUNK_ROWS * SCALE_BLOCK * _F32_BYTES if num_tokens > _DIRECT_ROWS else 0
+    thread = panel + _TILE_BYTES + 2 * _CHUNK_ROWS * _ROW_DOT_BYTES
+    requests = 2 * num_tokens * (_F32_BYTES * plan.hidden_size + 8 * plan.top_k)
+    replies = num_tokens * plan.hidden_size * (_F32_BYTES + 2)
+    kernels = rows + activations + routing + items + parts_left + parts + num_threads * thread
+    return kernels + requests + replies
+
+
+def check_scratch(plan: WorkerPlan, num_threads: int) -> None:
+    """Refuses steps that would take a quarter of this machine's memory, or 4 GiB.
+
+    Raises:
+        ProtocolError: Says how many tokens would do.
+    """
+    limit = min(memory_bytes() // 4, MAX_SCRATCH_BYTES)
+    if scratch_bytes(plan, plan.max_step_tokens, num_threads) <= limit:
+        return
+    sizes = range(1, plan.max_step_tokens + 1)
+    most = bisect_right(sizes, limit, key=lambda tokens: scratch_bytes(plan, tokens, num_threads))
+    raise ProtocolError(
+        f"plan max_step_tokens: got {plan.max_step_tokens}, expected at most {most}, "
+        f"as this worker sets aside at most {limit} bytes for a step of such sizes"
+    )
