@@ -2,7 +2,8 @@
 // bench/bind.cpp; which memory to go through and how often is the caller's business (duckllm/bench).
 //
 // Each thread has a part of its own, the same in every call. A time is that from the first thread's start to
-// the last one's end, after all of them have met: waking threads is not in it.
+// the last one's end, after all of them have met: waking threads is not in it. While it is timed a thread
+// stays on a core of its own, among those that the caller may use.
 #pragma once
 
 #include <cstddef>

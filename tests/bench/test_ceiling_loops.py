@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -179,3 +180,11 @@ def test_unknown_names_are_refused() -> None:
         _native.CeilingLoops.variants("seek")
     with pytest.raises(ValueError, match=r"num_threads: got 0, expected 1 to 1024"):
         _native.CeilingLoops(0)
+
+
+def test_the_caller_may_use_the_same_cores_afterwards() -> None:
+    before = os.sched_getaffinity(0)
+    loops, data = _native.CeilingLoops(3), aligned(3 * 4096)
+    loops.read("plain", data)
+    loops.fma(10)
+    assert os.sched_getaffinity(0) == before
