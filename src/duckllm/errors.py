@@ -46,8 +46,8 @@ class InWords(str):
 # Most characters of somebody else's message that ours quotes.
 _QUOTED = 200
 
-# Most characters of a value that a message shows.
-_SHOWN = 80
+# Most characters of a value that a message shows: a usual path is shown whole.
+_SHOWN = 240
 
 
 def show_value(got: object) -> str:
