@@ -7,6 +7,7 @@ void bind_kernels(nanobind::module_& m);
 void bind_wire(nanobind::module_& m);
 void bind_transport(nanobind::module_& m);
 void bind_worker(nanobind::module_& m);
+void bind_weights(nanobind::module_& m);
 void bind_bench(nanobind::module_& m);
 }  // namespace duck
 
@@ -18,5 +19,6 @@ NB_MODULE(_native, m) {
   duck::bind_wire(m);
   duck::bind_transport(m);
   duck::bind_worker(m);
+  duck::bind_weights(m);
   duck::bind_bench(m);
 }

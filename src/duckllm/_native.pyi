@@ -334,6 +334,38 @@ class StepServer:
     @property
     def isa(self) -> str: ...
 
+def recode_units(
+    units: numpy.typing.NDArray[numpy.uint8],
+    out: numpy.typing.NDArray[numpy.uint8],
+    hidden_size: int,
+    from_format: str,
+    to_format: str,
+) -> None:
+    """
+    Writes units of one format in another, without loss.
+
+    Shapes:
+        units: [E, S, unit_bytes(H, from_format)] uint8, each expert's stripes contiguous; may be a memory map
+        out: [E, S, unit_bytes(H, to_format)] uint8, likewise; must not overlap
+
+    Raises:
+        ValueError: a wrong shape or format, or bytes that no finite e4m3 value is stored as.
+
+    Threading:
+        Releases the interpreter; threads may share out the experts.
+
+    Reference:
+        duckllm.weights.units, byte for byte
+    """
+
+def flush_from_caches(units: numpy.typing.NDArray[numpy.uint8]) -> None:
+    """
+    Makes units be in no cache of this machine, so that the next step reads them from memory.
+
+    Shapes:
+        units: [E, S, bytes] uint8, each expert's stripes contiguous; may be a memory map
+    """
+
 class CeilingLoops:
     """
     Loops that only read, write, copy or multiply and add, timed on threads of their own: the ceilings

@@ -34,7 +34,7 @@ class ClusterInfo:
 
     Args:
         num_workers: Workers; 0 when the experts run in this process.
-        weight_format: Format of the experts' weights.
+        weight_format: Format that the experts are computed in; several, with a plus, where workers differ.
         isas: Instruction set of each worker, in worker order, or of this process.
         addresses: Address of each worker, in worker order.
         pids: Process id of each worker on its node, in worker order.
@@ -61,6 +61,7 @@ def begin_workers(stack: ExitStack, model: ModelFolder, config: ClusterConfig) -
         max_step_tokens=config.max_step_tokens,
         wire_dtype=config.wire_dtype,
         reply_dtype=config.reply_dtype,
+        weight_format=config.weight_format,
         num_layers=model.num_layers,
     )
     cluster = stack.enter_context(open_cluster(config))
@@ -135,8 +136,9 @@ def _experts_here(model: ModelFolder, config: ClusterConfig) -> tuple[ExpertExec
         model.manifest,
         max_step_tokens=config.max_step_tokens,
         num_threads=config.threads_per_worker or available_cores(),
+        weight_format=config.weight_format,
     )
-    return experts, ClusterInfo(0, model.manifest.format, (experts.isa,))
+    return experts, ClusterInfo(0, experts.weight_format, (experts.isa,))
 
 
 def _experts_on_workers(
@@ -160,7 +162,7 @@ def _experts_on_workers(
     workers = cluster.workers
     info = ClusterInfo(
         len(workers),
-        manifest.format,
+        "+".join(sorted({worker.weight_format for worker in workers})),
         tuple(worker.isa for worker in workers),
         tuple(worker.address for worker in workers),
         tuple(worker.pid for worker in workers),

@@ -73,6 +73,10 @@ def chat(
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Most tokens of a conversation.")] = None,
     wire_dtype: Annotated[str, typer.Option(help="Activations sent to workers: f32 or bf16.")] = "f32",
+    weight_format: Annotated[
+        str,
+        typer.Option("--format", help="Format that experts are computed in: fp9, fp8 or auto (the faster)."),
+    ] = "auto",
     threads_per_worker: Annotated[
         int, typer.Option(help="Compute threads of each worker started here; 0 divides the cores.")
     ] = 0,
@@ -90,7 +94,7 @@ def chat(
     changes |= {"seed": seed, "max_tokens": max_tokens}
     overrides = {field: value for field, value in changes.items() if value is not None}
     question = _question(prompt, as_json)
-    options = _cluster_options(workers, wire_dtype, threads_per_worker, token_file)
+    options = _cluster_options(workers, wire_dtype, weight_format, threads_per_worker, token_file)
     _check_sampling(overrides)
     _check_utf8("system", system or "")
     with keys_unseen(), _load(model, options, max_model_len) as llm:
@@ -184,11 +188,12 @@ def _read_stdin() -> bytes:
 
 
 def _cluster_options(
-    workers: str, wire_dtype: str, threads_per_worker: int, token_file: Path | None
+    workers: str, wire_dtype: str, weight_format: str, threads_per_worker: int, token_file: Path | None
 ) -> dict[str, Any]:
     """The arguments of LLM about workers, known to be valid before anything is loaded."""
     options: dict[str, Any] = {
         "wire_dtype": wire_dtype,
+        "weight_format": weight_format,
         "threads_per_worker": threads_per_worker,
         "cluster_token": read_token(token_file),
     }

@@ -22,6 +22,14 @@ def worker(
     spin_us: Annotated[
         int, typer.Option(help="How long idle threads spin before they sleep; -1 decides by the cores.")
     ] = -1,
+    weight_format: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="Format to compute in: fp9 or fp8, of which a copy is made in memory if the model is "
+            "stored in the other; auto takes the faster one where the slice is large.",
+        ),
+    ] = "auto",
     token_file: Annotated[
         Path | None,
         typer.Option(help="File that holds the cluster token (else $DUCKLLM_CLUSTER_TOKEN)."),
@@ -49,6 +57,7 @@ def worker(
         model=model,
         threads=threads,
         spin_us=spin_us,
+        weight_format=weight_format,
         token=read_token(token_file),
         exit_with_stdin=exit_with_stdin,
         handshake_timeout_s=handshake_timeout_s,

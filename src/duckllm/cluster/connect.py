@@ -39,6 +39,7 @@ class WorkerInfo:
         memory_bytes: Memory of its node.
         first_stripe: First stripe of its slice.
         num_stripes: Stripes of its slice; 0 before it is prepared.
+        weight_format: Format that it computes in; empty before it is prepared.
     """
 
     address: str
@@ -49,6 +50,7 @@ class WorkerInfo:
     memory_bytes: int
     first_stripe: int = 0
     num_stripes: int = 0
+    weight_format: str = ""
 
 
 class Connection:
@@ -108,7 +110,12 @@ class Connection:
             lambda deadline: self._channel.receive_json(FrameType.READY, deadline=deadline), timeout_s
         )
         self.verified_stripes = _count(ready, "verified_stripes", self._channel.peer)
-        self.info = replace(self.info, first_stripe=self.plan.first_stripe, num_stripes=self.plan.num_stripes)
+        self.info = replace(
+            self.info,
+            first_stripe=self.plan.first_stripe,
+            num_stripes=self.plan.num_stripes,
+            weight_format=_text(ready, "weight_format", self._channel.peer),
+        )
 
     def detach_socket(self) -> int:
         """Gives the descriptor away; the connection is over for this object."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from duckllm.config import WEIGHT_FORMATS, WIRE_DTYPES
+from duckllm.config import FORMAT_CHOICES, WEIGHT_FORMATS, WIRE_DTYPES
 from duckllm.errors import ProtocolError, show_value
 from duckllm.weights.json_values import is_plain_name, is_sha256
 
@@ -49,6 +49,7 @@ class WorkerPlan:
         max_step_tokens: Most tokens in one step.
         wire_dtype: Activations on the wire, ``"f32"`` or ``"bf16"``.
         reply_dtype: Partial sums on the wire, ``"f32"`` or ``"bf16"``.
+        weight_format: Format to compute in, ``"fp9"`` or ``"fp8"``; ``"auto"`` leaves it to the worker.
     """
 
     model_hash: str
@@ -66,6 +67,7 @@ class WorkerPlan:
     max_step_tokens: int
     wire_dtype: str = "f32"
     reply_dtype: str = "f32"
+    weight_format: str = "auto"
 
     def to_json(self) -> dict[str, Any]:
         """The plan as PREPARE carries it."""
@@ -95,6 +97,7 @@ class WorkerPlan:
             ("format", WEIGHT_FORMATS),
             ("wire_dtype", WIRE_DTYPES),
             ("reply_dtype", WIRE_DTYPES),
+            ("weight_format", FORMAT_CHOICES),
         ):
             _check(name, value[name], "one of " + ", ".join(known), value[name] in known)
         first, total = value["first_stripe"], value["total_stripes"]

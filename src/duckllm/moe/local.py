@@ -13,6 +13,7 @@ import torch
 
 from duckllm import _native
 from duckllm.errors import ConfigError
+from duckllm.weights.choice import ExpertSlice, load_units
 from duckllm.weights.manifest import Manifest
 from duckllm.weights.reader import ExpertFile
 
@@ -24,21 +25,42 @@ class LocalExperts:
         manifest: The converted model.
         max_step_tokens: Most tokens in one step.
         num_threads: Compute threads, this one included.
+        weight_format: Format to compute in, ``"fp9"`` or ``"fp8"``; ``"auto"`` takes what is stored, unless
+            the other one is measured to be faster (:mod:`duckllm.weights.choice`).
         isa: Kernel to use; ``"auto"`` takes the best.
 
     Raises:
         CheckpointError: An expert file is missing or truncated.
         WeightHashError: An expert file is not what the manifest says.
+        WeightFormatError: The copy in ``weight_format`` does not fit, or a file holds no e4m3 weights.
         ConfigError: DUCK_FORCE_ISA names no instruction set, or one that this CPU lacks.
     """
 
     def __init__(
-        self, manifest: Manifest, *, max_step_tokens: int = 256, num_threads: int = 1, isa: str = "auto"
+        self,
+        manifest: Manifest,
+        *,
+        max_step_tokens: int = 256,
+        num_threads: int = 1,
+        weight_format: str = "auto",
+        isa: str = "auto",
     ) -> None:
         files = {layer: ExpertFile.open(manifest, layer) for layer in manifest.expert_layers}
         for file in files.values():
             file.verify()
-        self._units = {layer: file.units for layer, file in files.items()}
+        part = ExpertSlice(
+            manifest.hidden_size,
+            manifest.moe_intermediate_size,
+            manifest.num_experts,
+            manifest.num_experts_per_tok,
+            first_stripe=0,
+            num_stripes=manifest.num_stripes,
+            num_layers=len(files),
+            num_threads=num_threads,
+        )
+        stored = {layer: file.units for layer, file in files.items()}
+        choice, self._units = load_units(part, stored, manifest.format, weight_format)
+        self.weight_format = choice.format
         if isa == "auto":
             isa = _select_isa()
         self._experts = _native.Experts(
@@ -52,7 +74,7 @@ class LocalExperts:
             num_threads,
             0,
             isa,
-            manifest.format,
+            self.weight_format,
         )
 
     @property

@@ -67,6 +67,7 @@ def plan_workers(
     max_step_tokens: int,
     wire_dtype: str = "f32",
     reply_dtype: str = "f32",
+    weight_format: str = "auto",
     shares: Sequence[float] | None = None,
     num_layers: int | None = None,
 ) -> tuple[WorkerPlan, ...]:
@@ -78,6 +79,7 @@ def plan_workers(
         max_step_tokens: Most tokens in one step.
         wire_dtype: Activations on the wire, ``"f32"`` or ``"bf16"``.
         reply_dtype: Partial sums on the wire, ``"f32"`` or ``"bf16"``.
+        weight_format: Format to compute in, ``"fp9"`` or ``"fp8"``; ``"auto"`` leaves it to each worker.
         shares: As in :func:`plan_slices`.
         num_layers: Layers that the host runs, the first ones; what a converted model has behind them (the
             layers of multi-token prediction) is no worker's. None for all.
@@ -110,6 +112,7 @@ def plan_workers(
             max_step_tokens=max_step_tokens,
             wire_dtype=wire_dtype,
             reply_dtype=reply_dtype,
+            weight_format=weight_format,
         )
         for part in plan_slices(manifest.num_stripes, num_workers, shares)
     )

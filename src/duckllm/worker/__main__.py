@@ -36,6 +36,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--threads", type=int, default=_DEFAULTS.threads, help="compute threads, 0 for all cores"
     )
     parser.add_argument("--spin-us", type=int, default=_DEFAULTS.spin_us)
+    parser.add_argument(
+        "--format", dest="weight_format", default=_DEFAULTS.weight_format, help="auto, fp9 or fp8"
+    )
     parser.add_argument("--token-file", type=Path, help="file that holds the cluster token")
     for name in ("handshake", "frame", "send"):
         parser.add_argument(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from duckllm.config import MAX_THREADS, MAX_TIMEOUT_S, available_cores, is_utf8
+from duckllm.config import FORMAT_CHOICES, MAX_THREADS, MAX_TIMEOUT_S, available_cores, is_utf8
 from duckllm.errors import ConfigError, InWords
 
 DEFAULT_LISTEN = "127.0.0.1:7411"
@@ -21,6 +21,8 @@ class WorkerConfig:
         model: Its own converted model, looked into before the host's folder; None for none.
         threads: Compute threads; 0 takes every core.
         spin_us: How long idle threads spin before they sleep, microseconds; -1 decides by the cores.
+        weight_format: Format to compute in, whatever the host asks for: ``"fp9"`` or ``"fp8"``; ``"auto"``
+            takes the host's, or what is stored, unless the other is measured to be faster.
         token: The cluster token, text that UTF-8 can hold; needed beyond loopback.
         exit_with_stdin: Whether to leave when standard input ends.
         handshake_timeout_s: From accepting a connection to its complete plan, seconds.
@@ -35,6 +37,7 @@ class WorkerConfig:
     model: Path | None = None
     threads: int = 0
     spin_us: int = -1
+    weight_format: str = "auto"
     token: str | None = None
     exit_with_stdin: bool = False
     handshake_timeout_s: float = 10.0
@@ -57,6 +60,8 @@ class WorkerConfig:
             value = getattr(self, field)
             if type(value) not in (int, float) or not 0.001 <= value <= MAX_TIMEOUT_S:
                 raise ConfigError(field, value, f"0.001 to {MAX_TIMEOUT_S}")
+        if not isinstance(self.weight_format, str) or self.weight_format not in FORMAT_CHOICES:
+            raise ConfigError("format", self.weight_format, "one of " + ", ".join(FORMAT_CHOICES))
         if not isinstance(self.token, str | None):
             raise ConfigError("token", InWords(type(self.token).__name__), "text, or None")
         if self.token is not None and not is_utf8(self.token):

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import duckllm
 from duckllm import _native
@@ -22,6 +22,8 @@ from duckllm.cluster.auth import authenticate_worker
 from duckllm.cluster.frames import ControlChannel, PeerClosedError, error_code, safe_text
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.errors import DuckError, ProtocolError, WorkerUnavailableError
+from duckllm.weights.choice import ExpertSlice, FormatChoice, load_units
+from duckllm.weights.e4m3 import U8
 from duckllm.worker.config import WorkerConfig
 from duckllm.worker.scratch import check_scratch, memory_bytes
 from duckllm.worker.weights import WorkerWeights
@@ -50,7 +52,7 @@ class Sessions:
         self._weights = WorkerWeights(config.model)
         self._active = threading.Lock()
         self._stopping = threading.Event()
-        self._prepared: tuple[object, _native.StepServer] | None = None
+        self._prepared: tuple[object, _Experts] | None = None
 
     def stop(self) -> None:
         """Makes a verification in progress give up."""
@@ -103,17 +105,17 @@ class Sessions:
         return WorkerPlan.from_json(channel.receive_json(FrameType.PREPARE, deadline=deadline))
 
     def _serve_plan(self, channel: ControlChannel, plan: WorkerPlan, peer: str) -> None:
-        server, verified_stripes = self._prepare(plan, channel.connection)
-        ready = {"verified_stripes": verified_stripes}
+        experts, verified_stripes = self._prepare(plan, channel.connection)
+        ready = {"verified_stripes": verified_stripes, "weight_format": experts.choice.format}
         channel.send_json(FrameType.READY, ready, deadline=time.monotonic() + READY_TIMEOUT_S)
         self._log(
             f"{peer}: ready, {len(plan.layers)} layers, {plan.num_stripes} of {plan.total_stripes} stripes "
-            f"from {plan.first_stripe} on, {verified_stripes} verified now"
+            f"from {plan.first_stripe} on, {verified_stripes} verified now, {experts.choice.reason}"
         )
-        reason, message, steps = server.serve(channel.connection.fileno())
+        reason, message, steps = experts.server.serve(channel.connection.fileno())
         self._log(f"{peer}: {reason} after {steps} steps: {message}")
 
-    def _prepare(self, plan: WorkerPlan, connection: socket.socket) -> tuple[_native.StepServer, int]:
+    def _prepare(self, plan: WorkerPlan, connection: socket.socket) -> tuple[_Experts, int]:
         """The experts of a plan and the number of stripes hashed for it; the last plan's are used again."""
         key = (replace(plan, folder=""), self._weights.identities(plan))
         if self._prepared is not None and self._prepared[0] == key:
@@ -128,32 +130,57 @@ class Sessions:
         # The files bound every size but the scratch's, so they come before memory is set aside.
         mapped = [(layer, *self._weights.map_layer(plan, layer)) for layer in plan.layers]
         check_scratch(plan, self._config.resolved_threads)
-        try:
-            server = _native.StepServer(
-                hidden_size=plan.hidden_size,
-                intermediate_size=plan.intermediate_size,
-                num_experts=plan.num_experts,
-                top_k=plan.top_k,
-                first_stripe=plan.first_stripe,
-                num_stripes=plan.num_stripes,
-                max_step_tokens=plan.max_step_tokens,
-                num_threads=self._config.resolved_threads,
-                spin_us=self._config.resolved_spin_us,
-                frame_timeout_ms=round(self._config.frame_timeout_s * 1000),
-                send_timeout_ms=round(self._config.send_timeout_s * 1000),
-                format=plan.format,
-            )
-        except (ValueError, MemoryError) as error:
-            raise ProtocolError(f"plan: {error or 'got sizes beyond the memory of this worker'}") from error
         verified_stripes = 0
         for layer, units, path in mapped:
             verified_stripes += self._weights.verify(plan, layer, units, path, check_stop)
-            try:
-                server.add_layer(layer.layer, units)
-            except ValueError as error:
-                raise ProtocolError(f"plan: {error}") from error
-        self._prepared = (key, server)
-        return server, verified_stripes
+        try:
+            experts = self._load(plan, {layer.layer: units for layer, units, _ in mapped}, check_stop)
+        except (ValueError, MemoryError) as error:
+            raise ProtocolError(f"plan: {error or 'got sizes beyond the memory of this worker'}") from error
+        self._prepared = (key, experts)
+        return experts, verified_stripes
+
+    def _load(self, plan: WorkerPlan, stored: dict[int, U8], check_stop: Callable[[], None]) -> _Experts:
+        """The experts of a plan, in the format that this worker, the host or a measurement says."""
+        part = ExpertSlice(
+            plan.hidden_size,
+            plan.intermediate_size,
+            plan.num_experts,
+            plan.top_k,
+            plan.first_stripe,
+            plan.num_stripes,
+            num_layers=len(plan.layers),
+            num_threads=self._config.resolved_threads,
+        )
+        requested = self._config.weight_format
+        if requested == "auto":
+            requested = plan.weight_format
+        choice, layers = load_units(part, stored, plan.format, requested, check_stop)
+        server = _native.StepServer(
+            hidden_size=plan.hidden_size,
+            intermediate_size=plan.intermediate_size,
+            num_experts=plan.num_experts,
+            top_k=plan.top_k,
+            first_stripe=plan.first_stripe,
+            num_stripes=plan.num_stripes,
+            max_step_tokens=plan.max_step_tokens,
+            num_threads=self._config.resolved_threads,
+            spin_us=self._config.resolved_spin_us,
+            frame_timeout_ms=round(self._config.frame_timeout_s * 1000),
+            send_timeout_ms=round(self._config.send_timeout_s * 1000),
+            format=choice.format,
+        )
+        for layer, units in layers.items():
+            server.add_layer(layer, units)
+        return _Experts(server, choice)
+
+
+@dataclass(frozen=True)
+class _Experts:
+    """A slice ready for steps, and the format that it is computed in."""
+
+    server: _native.StepServer
+    choice: FormatChoice
 
 
 def _never_raising(log: Callable[[str], None]) -> Callable[[str], None]:

@@ -1,0 +1,209 @@
+"""Which format a slice is computed in: as it is stored, or the other one where that was measured faster.
+
+Called by workers and by the in-process experts; imports no torch. Which format decodes faster depends on the
+machine: where memory limits, fp8 reads an eighth less, and where the cores limit, fp9 takes less work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from duckllm import _native
+from duckllm.errors import WeightFormatError
+from duckllm.weights.e4m3 import U8
+from duckllm.weights.formats import FORMATS, unit_bytes
+from duckllm.weights.recode import available_memory_bytes, copy_fits, recode_units
+from duckllm.weights.records import STRIPE_CHANNELS
+
+# A smaller slice is used as stored: a measurement would be a good part of its start.
+MIN_MEASURED_BYTES = 256 << 20
+# How much faster per parameter the other format must be for a copy of the slice.
+MIN_GAIN = 1.05
+_SAMPLE_BYTES = 16 << 20
+_SAMPLE_S = 0.15
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 50
+
+
+@dataclass(frozen=True)
+class ExpertSlice:
+    """The part of a model's experts that one process computes.
+
+    Args:
+        hidden_size: H.
+        intermediate_size: I of a whole expert.
+        num_experts: E.
+        top_k: K.
+        first_stripe: First stripe of the slice.
+        num_stripes: S, stripes of the slice.
+        num_layers: Layers.
+        num_threads: Compute threads.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    first_stripe: int
+    num_stripes: int
+    num_layers: int
+    num_threads: int
+
+    def layer_bytes(self, weight_format: str) -> int:
+        """Bytes of one layer of the slice in a format."""
+        return self.num_experts * self.num_stripes * unit_bytes(self.hidden_size, weight_format)
+
+    def num_bytes(self, weight_format: str) -> int:
+        """Bytes of the slice in a format."""
+        return self.num_layers * self.layer_bytes(weight_format)
+
+
+@dataclass(frozen=True)
+class FormatChoice:
+    """A format, and why it was chosen, as a log says it."""
+
+    format: str
+    reason: str
+
+
+Speeds = Mapping[str, float]
+
+
+def choose_format(
+    part: ExpertSlice, stored: str, requested: str, measure: Callable[[str], Speeds]
+) -> FormatChoice:
+    """The format to compute in.
+
+    Args:
+        part: The slice.
+        stored: Format of the files.
+        requested: ``"auto"``, or the format to use whatever its speed.
+        measure: Called with the other format where both can be used; 10^9 weights a second by format.
+
+    Raises:
+        WeightFormatError: A format other than the stored one was requested, and its copy does not fit.
+    """
+    if requested == stored:
+        return FormatChoice(stored, f"{stored} as stored")
+    if requested != "auto":
+        need = part.num_bytes(requested)
+        if not copy_fits(need):
+            raise WeightFormatError(
+                f"weights: got {stored}, expected {requested}, of which a copy takes {need:,} bytes, more "
+                f"than nine tenths of the {available_memory_bytes():,} that are available"
+            )
+        return FormatChoice(requested, f"{stored} as a copy in {requested}")
+    if part.num_bytes(stored) < MIN_MEASURED_BYTES:
+        return FormatChoice(stored, f"{stored} as stored, too small to measure others")
+    (other,) = FORMATS.keys() - {stored}
+    need = part.num_bytes(other)
+    if not copy_fits(need):
+        reason = f"{stored} as stored, no room for a copy of {need / 1e9:.1f} GB in {other}"
+        return FormatChoice(stored, reason)
+    speeds = measure(other)
+    measured = f"{stored} {speeds[stored]:.2f} Gparam/s, {other} {speeds[other]:.2f} Gparam/s"
+    if speeds[other] < MIN_GAIN * speeds[stored]:
+        return FormatChoice(stored, f"{stored} as stored ({measured})")
+    return FormatChoice(other, f"{stored} as a copy in {other} ({measured})")
+
+
+def load_units(
+    part: ExpertSlice,
+    layers: Mapping[int, U8],
+    stored: str,
+    requested: str,
+    check_stop: Callable[[], None] = lambda: None,
+) -> tuple[FormatChoice, dict[int, U8]]:
+    """The units to compute with, by layer: as they are mapped, or copies in the format that was chosen.
+
+    Args:
+        part: The slice.
+        layers: Its units by layer, as stored and checked.
+        stored: Their format.
+        requested: As for :func:`choose_format`.
+        check_stop: Called before each copy; raises to give up.
+
+    Shapes: units: [E, S, unit_bytes(H, format)] u8.
+
+    Raises:
+        WeightFormatError: The requested copy does not fit, or the units hold what no finite e4m3 value is
+            stored as.
+    """
+    first = next(iter(layers.values()))
+    choice = choose_format(part, stored, requested, lambda other: measure_formats(part, first, stored, other))
+    if choice.format == stored:
+        return choice, dict(layers)
+    copies: dict[int, U8] = {}
+    for layer, units in layers.items():
+        check_stop()
+        # Others on this machine may have taken what was there; workers of one host copy side by side.
+        if not copy_fits((len(layers) - len(copies)) * part.layer_bytes(choice.format)):
+            if requested != "auto":
+                raise WeightFormatError(
+                    f"weights: the memory that is available ended after {len(copies)} of {len(layers)} "
+                    f"layers of the copy in {choice.format}"
+                )
+            reason = f"{stored} as stored, as others took the memory of a copy in {choice.format}"
+            return FormatChoice(stored, reason), dict(layers)
+        copies[layer] = recode_units(units, part.hidden_size, stored, choice.format, part.num_threads)
+    return choice, copies
+
+
+def measure_formats(part: ExpertSlice, units: U8, stored: str, other: str) -> dict[str, float]:
+    """Weights that one-row steps read from memory and compute, 10^9 a second, by format.
+
+    It takes steps of both formats in turns for 0.15 s, on the first experts of a layer: as they are mapped,
+    and on a copy of at most 16 MB. Each step's weights are put out of the caches before it.
+
+    Args:
+        part: The slice.
+        units: One layer of it, as stored and checked.
+        stored: Their format.
+        other: The format to compare with.
+
+    Shapes: units: [E, S, unit_bytes(H, stored)] u8.
+
+    Raises:
+        WeightFormatError: The units hold what no finite e4m3 value is stored as.
+    """
+    sample_units = max(1, _SAMPLE_BYTES // unit_bytes(part.hidden_size, stored))
+    experts = min(part.top_k, sample_units)
+    stripes = min(part.num_stripes, sample_units // experts)
+    sample = units[:experts, :stripes]
+    samples = {
+        stored: sample,
+        other: recode_units(sample, part.hidden_size, stored, other, part.num_threads),
+    }
+    kernels = {
+        name: _native.Experts(
+            hidden_size=part.hidden_size,
+            intermediate_size=part.intermediate_size,
+            num_experts=experts,
+            top_k=experts,
+            first_stripe=part.first_stripe,
+            num_stripes=stripes,
+            max_tokens=1,
+            num_threads=part.num_threads,
+            spin_us=0,
+            format=name,
+        )
+        for name in samples
+    }
+    x = np.random.default_rng(0).standard_normal((1, part.hidden_size)).astype(np.float32)
+    ids = np.arange(experts, dtype=np.int32)[None]
+    weights = np.full((1, experts), 1 / experts, np.float32)
+    best_s = dict.fromkeys(samples, float("inf"))
+    start_s = time.perf_counter()
+    for round_number in range(_MAX_ROUNDS):
+        for name, its_units in samples.items():
+            _native.flush_from_caches(its_units)
+            step_s = time.perf_counter()
+            kernels[name].run(its_units, x, ids, weights, units_first_stripe=part.first_stripe)
+            best_s[name] = min(best_s[name], time.perf_counter() - step_s)
+        if round_number + 1 >= _MIN_ROUNDS and time.perf_counter() - start_s > _SAMPLE_S:
+            break
+    params = 3 * part.hidden_size * STRIPE_CHANNELS * stripes * experts
+    return {name: params / seconds / 1e9 for name, seconds in best_s.items()}

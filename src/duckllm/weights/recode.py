@@ -1,0 +1,98 @@
+"""A slice of experts in another format: a copy in memory of its own, instead of the mapped file.
+
+Called by workers and by the in-process experts; imports no torch. The hashes of a file are those of the
+stored form, and are checked before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from duckllm import _native
+from duckllm.errors import WeightFormatError
+from duckllm.weights.e4m3 import U8
+from duckllm.weights.formats import unit_bytes
+
+_HUGE_PAGE_BYTES = 2 << 20
+# What a copy leaves free of the memory that is available.
+_FREE_SHARE = 0.1
+
+
+def available_memory_bytes(root: Path = Path("/")) -> int:
+    """Memory that can be had without pushing out what others use, by the kernel and the control group."""
+    available = 1 << 62
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    group = root / "sys/fs/cgroup"
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no control group, or no limit ("max")
+        return available
+    # Pages of files that nobody has used lately go as soon as the memory is wanted.
+    used -= int(statistics.get("inactive_file", 0))
+    return max(0, min(available, limit - used))
+
+
+def copy_fits(num_bytes: int) -> bool:
+    """Whether the memory that is available has room for a copy, and a tenth of it to spare."""
+    return num_bytes <= (1 - _FREE_SHARE) * available_memory_bytes()
+
+
+def recode_units(units: U8, hidden_size: int, stored: str, wanted: str, num_threads: int) -> U8:
+    """The units in another format, in private memory, in huge pages where the kernel has them.
+
+    Args:
+        units: A slice, as stored.
+        hidden_size: H.
+        stored: Format of ``units``.
+        wanted: Format of the result.
+        num_threads: Threads that share out the experts.
+
+    Shapes: units: [E, S, unit_bytes(H, stored)] u8; result: [E, S, unit_bytes(H, wanted)] u8, contiguous.
+
+    Raises:
+        WeightFormatError: The units hold what no finite e4m3 value is stored as, or there is no memory.
+    Reference: unpacking and packing by :mod:`duckllm.weights.units`, byte for byte.
+    """
+    shape = (*units.shape[:2], unit_bytes(hidden_size, wanted))
+    out = _private_memory(shape)
+    experts = units.shape[0]
+    bounds = [experts * index // num_threads for index in range(num_threads + 1)]
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="recode") as pool:
+        parts = [
+            pool.submit(_native.recode_units, units[first:end], out[first:end], hidden_size, stored, wanted)
+            for first, end in pairwise(bounds)
+        ]
+        try:
+            for part in parts:
+                part.result()
+        except ValueError as error:
+            raise WeightFormatError(str(error)) from error
+    return out
+
+
+def _private_memory(shape: tuple[int, ...]) -> U8:
+    """Zeroed memory that begins on a huge page's boundary; freed with the last view of it."""
+    num_bytes = int(np.prod(shape))
+    length = num_bytes + _HUGE_PAGE_BYTES
+    try:
+        mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise WeightFormatError(
+            f"weights: got no {num_bytes} bytes for a copy in another format ({error.strerror})"
+        ) from error
+    with contextlib.suppress(OSError):  # a kernel without transparent huge pages has small ones only
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(mapping, np.uint8)
+    start = -whole.ctypes.data % _HUGE_PAGE_BYTES
+    return whole[start : start + num_bytes].reshape(shape)

@@ -1,0 +1,127 @@
+"""Units made into the other format in memory: the native re-encoder against unpacking and packing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from random_checkpoint import FINITE_CODES
+
+from duckllm import _native
+from duckllm.errors import WeightFormatError
+from duckllm.weights import e4m3, fp9, recode
+from duckllm.weights.recode import available_memory_bytes, copy_fits, recode_units
+from duckllm.weights.units import ExpertWeights, pack_expert_units
+
+BOTH_WAYS = pytest.mark.parametrize(("stored", "wanted"), [("fp9", "fp8"), ("fp8", "fp9")])
+
+
+def random_units(intermediate: int, hidden: int, seed: int, weight_format: str) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    shapes = [(intermediate, hidden), (intermediate, hidden), (hidden, intermediate)]
+    codes = [np.resize(rng.permutation(FINITE_CODES), shape).astype(np.uint8) for shape in shapes]
+    scales = [rng.uniform(0.5, 2, e4m3.scale_shape(*shape)).astype(np.float32) for shape in shapes]
+    return pack_expert_units(ExpertWeights(*codes, *scales), weight_format)
+
+
+def layer_of(intermediate: int, hidden: int, weight_format: str, num_experts: int = 5) -> np.ndarray:
+    return np.stack([random_units(intermediate, hidden, seed, weight_format) for seed in range(num_experts)])
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("num_threads", [1, 3, 8])
+@pytest.mark.parametrize(("intermediate", "hidden"), [(1, 1), (33, 31), (40, 72), (130, 576)])
+def test_the_other_formats_bytes(
+    intermediate: int, hidden: int, num_threads: int, stored: str, wanted: str
+) -> None:
+    units = layer_of(intermediate, hidden, stored)
+    units.flags.writeable = False
+    got = recode_units(units, hidden, stored, wanted, num_threads)
+    np.testing.assert_array_equal(got, layer_of(intermediate, hidden, wanted))
+    assert got.ctypes.data % 64 == 0
+    np.testing.assert_array_equal(recode_units(got, hidden, wanted, stored, num_threads), units)
+
+
+@BOTH_WAYS
+def test_a_slice_of_a_map(tmp_path: Path, stored: str, wanted: str) -> None:
+    layer_of(100, 72, stored).tofile(tmp_path / "units")
+    mapped = np.memmap(tmp_path / "units", np.uint8, mode="r").reshape(5, 7, -1)
+    got = recode_units(mapped[:, 2:5], 72, stored, wanted, 2)
+    np.testing.assert_array_equal(got, layer_of(100, 72, wanted)[:, 2:5])
+
+
+@pytest.mark.parametrize(("stored", "wanted"), [("fp9", "fp9"), ("fp8", "fp8")])
+def test_the_same_format_is_a_copy(stored: str, wanted: str) -> None:
+    units = layer_of(40, 72, stored)
+    np.testing.assert_array_equal(recode_units(units, 72, stored, wanted, 1), units)
+
+
+@pytest.mark.parametrize("place", [0, 15, 16, 31, 511])
+def test_every_byte_that_is_no_weight_is_refused(place: int) -> None:
+    magnitudes = set(fp9.MAGNITUDE_OF_E4M3[FINITE_CODES].tolist())
+    assert len(magnitudes) == 127
+    for stored, wanted, good in (("fp9", "fp8", magnitudes), ("fp8", "fp9", set(FINITE_CODES.tolist()))):
+        units = layer_of(20, 40, stored, num_experts=1)
+        for byte in range(256):
+            units[0, 1, 64 + place] = byte
+            if byte in good:
+                recode_units(units, 40, stored, wanted, 1)
+                continue
+            with pytest.raises(WeightFormatError, match="units: got 1 with bytes that no finite e4m3 value"):
+                recode_units(units, 40, stored, wanted, 1)
+
+
+def test_shapes_that_do_not_fit_are_errors() -> None:
+    units = layer_of(40, 72, "fp9")
+    out = np.zeros((5, 3, _native.unit_bytes(72, "fp8")), np.uint8)
+    with pytest.raises(ValueError, match="units: got units of 5248 bytes, expected 4672 as fp8"):
+        _native.recode_units(units, out, 72, "fp8", "fp9")
+    with pytest.raises(ValueError, match="out: got units of 4672 bytes, expected 5248 as fp9"):
+        _native.recode_units(units, out, 72, "fp9", "fp9")
+    with pytest.raises(ValueError, match="out: got 4 experts of 3 stripes, expected 5 of 3"):
+        _native.recode_units(units, out[:4], 72, "fp9", "fp8")
+    with pytest.raises(ValueError, match="units: got gaps"):
+        _native.recode_units(units[:, ::2], out[:, :2], 72, "fp9", "fp8")
+    with pytest.raises(ValueError, match="units: got gaps"):
+        _native.flush_from_caches(units[:, ::2])
+    with pytest.raises(ValueError, match="format"):
+        _native.recode_units(units, out, 72, "fp9", "bf16")
+    _native.recode_units(units, out, 72, "fp9", "fp8")
+
+
+def test_flushing_changes_nothing() -> None:
+    units = layer_of(40, 72, "fp8")
+    before = units.copy()
+    _native.flush_from_caches(units[1:, 1:])
+    np.testing.assert_array_equal(units, before)
+
+
+def fake_machine(root: Path, available_kb: int, group: dict[str, str]) -> Path:
+    (root / "proc").mkdir()
+    (root / "proc/meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable:  {available_kb} kB\n")
+    (root / "sys/fs/cgroup").mkdir(parents=True)
+    for name, text in group.items():
+        (root / "sys/fs/cgroup" / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        ({}, 1000 * 1024),
+        ({"memory.max": "max\n", "memory.current": "5\n", "memory.stat": ""}, 1000 * 1024),
+        ({"memory.max": "9000\n", "memory.current": "5000\n", "memory.stat": "anon 1\n"}, 4000),
+        ({"memory.max": "9000\n", "memory.current": "5000\n", "memory.stat": "inactive_file 700\n"}, 4700),
+        ({"memory.max": "9000\n", "memory.current": "9500\n", "memory.stat": ""}, 0),
+        ({"memory.max": "99000000\n", "memory.current": "0\n", "memory.stat": ""}, 1000 * 1024),
+    ],
+)
+def test_memory_is_the_kernels_or_the_groups(tmp_path: Path, group: dict[str, str], expected: int) -> None:
+    assert available_memory_bytes(fake_machine(tmp_path, 1000, group)) == expected
+
+
+def test_a_copy_leaves_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recode, "available_memory_bytes", lambda: 1000)
+    assert copy_fits(900)
+    assert not copy_fits(901)

@@ -1,0 +1,83 @@
+"""A worker computes in the format that it or its host asks for, and says so; the bits are the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from duckllm import LLM
+from duckllm.errors import ConfigError
+from duckllm.worker.__main__ import main
+from duckllm.worker.config import WorkerConfig
+from worker_harness import (
+    connect,
+    expected_sum,
+    make_model,
+    make_step,
+    open_transport,
+    plan_for,
+    running_worker,
+)
+
+PRIME = [{"role": "user", "content": "Is 1001 prime?"}]
+
+
+@pytest.mark.parametrize(
+    ("stored", "flag", "asked", "used"),
+    [
+        ("fp9", "auto", "auto", "fp9"),
+        ("fp8", "auto", "auto", "fp8"),
+        ("fp9", "auto", "fp8", "fp8"),
+        ("fp8", "auto", "fp9", "fp9"),
+        ("fp9", "fp8", "auto", "fp8"),
+        ("fp9", "fp9", "fp8", "fp9"),  # the worker's own setting goes before
+    ],
+)
+def test_formats_of_the_worker_and_of_the_host(
+    tmp_path: Path, stored: str, flag: str, asked: str, used: str
+) -> None:
+    manifest = make_model(tmp_path / "model", weight_format=stored)
+    plans = plan_for(manifest, 2, weight_format=asked)
+    step = make_step(manifest, 20 if used == "fp8" else 3)
+    with running_worker(tmp_path, "--format", flag) as worker:
+        plan = plan_for(manifest, 2, weight_format=asked, max_step_tokens=20)[1]
+        connection = connect(worker.address, plan)
+        assert connection.info.weight_format == used
+        with open_transport([connection]) as transport:
+            got = transport.wait(transport.submit(step.layer, step.x, step.topk_ids, step.topk_weights))
+        log = worker.log()
+    np.testing.assert_array_equal(got, expected_sum(manifest, [plans[1]], step))
+    how = f"{stored} as stored" if used == stored else f"{stored} as a copy in {used}"
+    assert f"verified now, {how}" in log
+
+
+def test_another_format_is_another_preparation(tmp_path: Path) -> None:
+    manifest = make_model(tmp_path / "model")
+    with running_worker(tmp_path) as worker:
+        for asked, used in (("auto", "fp9"), ("fp8", "fp8"), ("fp8", "fp8"), ("auto", "fp9")):
+            connection = connect(worker.address, plan_for(manifest, weight_format=asked)[0])
+            connection.close()
+            assert connection.info.weight_format == used
+
+
+@pytest.mark.parametrize("value", ["fp7", "", "FP8"])
+def test_an_unknown_format_is_refused(value: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"format: got .*, expected one of auto, fp9, fp8"):
+        WorkerConfig(weight_format=value)
+    assert main(["--format", value]) == 2
+    assert "expected one of auto, fp9, fp8" in capfd.readouterr().err
+    with pytest.raises(ConfigError, match=r"weight_format: got .*, expected one of auto, fp9, fp8"):
+        LLM(weight_format=value)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_demo_model_answers_in_the_other_format(demo_folder: Path, workers: int) -> None:
+    answers = []
+    for asked, used in (("auto", "fp9"), ("fp8", "fp8")):
+        with LLM(demo_folder, workers=workers, max_model_len=64, weight_format=asked) as llm:
+            assert llm.cluster_info().weight_format == used
+            answers.append(llm.chat(PRIME)[0].outputs[0])
+    assert answers[0].text == "No, 1001 is not prime: 1001 = 7 x 11 x 13."
+    assert answers[0].token_ids == answers[1].token_ids
