@@ -132,8 +132,9 @@ def test_memory_that_ends_during_the_copy(room: list[int], monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("stored", "other"), [("fp9", "fp8"), ("fp8", "fp9")])
 def test_both_formats_are_measured_in_turns(stored: str, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that makes each step of fp9 take 2 ms and each of fp8 1 ms."""
+    """A clock that makes each step of fp9 take 2 ms and each of fp8 1 ms; each finds its weights flushed."""
     steps: list[str] = []
+    flushed: list[tuple[int, tuple[int, ...]]] = []
     real_experts, now_s = choice._native.Experts, 0.0
 
     class Watched:
@@ -144,10 +145,17 @@ def test_both_formats_are_measured_in_turns(stored: str, other: str, monkeypatch
         def run(self, *args: object, **options: object) -> None:
             nonlocal now_s
             steps.append(self._format)
+            units = args[0]
+            assert isinstance(units, np.ndarray)
+            assert flushed.pop() == (units.ctypes.data, units.shape)
             now_s += 0.002 if self._format == "fp9" else 0.001
-            assert np.isfinite(self._experts.run(*args, **options)).all()  # type: ignore[arg-type]
+            assert np.isfinite(self._experts.run(*args, **options)).all()
 
     monkeypatch.setattr("duckllm.weights.choice._native.Experts", Watched)
+    monkeypatch.setattr(
+        "duckllm.weights.choice._native.flush_from_caches",
+        lambda units: flushed.append((units.ctypes.data, units.shape)),
+    )
     monkeypatch.setattr("duckllm.weights.choice.time.perf_counter", lambda: now_s)
     speeds = measure_formats(SMALL, some_layers(stored)[1], stored, other)
     params = 3 * 72 * 16 * 7 * 3
