@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -157,6 +158,34 @@ class PyExperts {
     const StepRows rows = step_rows(topk_ids, topk_ids.ndim() == 2 ? topk_ids.shape(0) : 0);
     nb::gil_scoped_release release;
     return experts_.read_units(layer, rows);
+  }
+
+  std::vector<double> time_steps(const AnyArray& units, const AnyArray& x, const AnyArray& topk_ids,
+                                 const AnyArray& topk_weights, const nb::object& out, bool compute) {
+    const LayerUnits layer = layer_units(units, 0);
+    if (topk_ids.ndim() != 3) fail("topk_ids", "shape " + shape_of(topk_ids), "shape [N, T, K]");
+    const size_t steps = topk_ids.shape(0), tokens = topk_ids.shape(1), top_k = topk_ids.shape(2);
+    const auto* ids = checked<int32_t>("topk_ids", topk_ids, "int32", {steps, tokens, top_k});
+    StepRows rows;
+    rows.num_tokens = as_u32("num_tokens", static_cast<int64_t>(tokens));
+    rows.top_k = as_u32("top_k", static_cast<int64_t>(top_k));
+    rows.x = checked<float>("x", x, "float32", {tokens, shape_.hidden_size});
+    rows.topk_weights = checked<float>("topk_weights", topk_weights, "float32", {tokens, top_k});
+    const auto result = writable_array(out);
+    float* y = const_cast<float*>(checked<float>("out", result, "float32", {tokens, shape_.hidden_size}));
+    std::vector<double> seconds(steps);
+    nb::gil_scoped_release release;
+    for (size_t step = 0; step < steps; ++step) {
+      rows.topk_ids = ids + step * tokens * top_k;
+      const auto start = std::chrono::steady_clock::now();
+      if (compute) {
+        experts_.run(layer, rows, y);
+      } else {
+        experts_.read_units(layer, rows);
+      }
+      seconds[step] = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    }
+    return seconds;
   }
 
   std::string isa() const { return isa_name(experts_.isa()); }
@@ -357,6 +386,20 @@ void bind_kernels(nb::module_& m) {
                    "topk_ids: numpy.typing.NDArray[numpy.int32], units_first_stripe: int = 0) -> int"),
            "Reads the units that run would read for these ids, each once, on the same threads, and computes\n"
            "nothing: the ceiling to measure run against. The exclusive or of their 64-bit words.")
+      .def(
+          "time_steps", &PyExperts::time_steps, "units"_a.noconvert(), "x"_a.noconvert(),
+          "topk_ids"_a.noconvert(), "topk_weights"_a.noconvert(), "out"_a, "compute"_a = true,
+          nb::sig("def time_steps(self, units: numpy.typing.NDArray[numpy.uint8], "
+                  "x: numpy.typing.NDArray[numpy.float32], topk_ids: numpy.typing.NDArray[numpy.int32], "
+                  "topk_weights: numpy.typing.NDArray[numpy.float32], "
+                  "out: numpy.typing.NDArray[numpy.float32], compute: bool = True) -> list[float]"),
+          "Runs one step after another, as run does or, without compute, as read_units does: the seconds of\n"
+          "each.\n\n"
+          "Shapes:\n"
+          "    units: [E, S, unit_bytes(H, format)] uint8, from stripe 0 on; x: [T, H] f32\n"
+          "    topk_ids: [N, T, K] int32, a step each; topk_weights: [T, K] f32\n"
+          "    out: [T, H] f32, the last step's sums\n\n"
+          "Raises:\n    ValueError: as run does.")
       .def_prop_ro("isa", &PyExperts::isa)
       .def_prop_ro("num_threads", &PyExperts::num_threads);
 }

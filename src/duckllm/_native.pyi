@@ -142,6 +142,28 @@ class Experts:
         nothing: the ceiling to measure run against. The exclusive or of their 64-bit words.
         """
 
+    def time_steps(
+        self,
+        units: numpy.typing.NDArray[numpy.uint8],
+        x: numpy.typing.NDArray[numpy.float32],
+        topk_ids: numpy.typing.NDArray[numpy.int32],
+        topk_weights: numpy.typing.NDArray[numpy.float32],
+        out: numpy.typing.NDArray[numpy.float32],
+        compute: bool = True,
+    ) -> list[float]:
+        """
+        Runs one step after another, as run does or, without compute, as read_units does: the seconds of
+        each.
+
+        Shapes:
+            units: [E, S, unit_bytes(H, format)] uint8, from stripe 0 on; x: [T, H] f32
+            topk_ids: [N, T, K] int32, a step each; topk_weights: [T, K] f32
+            out: [T, H] f32, the last step's sums
+
+        Raises:
+            ValueError: as run does.
+        """
+
     @property
     def isa(self) -> str: ...
     @property

@@ -27,7 +27,7 @@ from duckllm.bench.roofline import (
     measure_roofline,
     thread_counts,
 )
-from duckllm.cli.bench import parse_size, parse_threads
+from duckllm.cli.bench import parse_numbers, parse_size
 from duckllm.cli.main import app
 from duckllm.config import available_cores
 from duckllm.errors import ConfigError, DuckError, MissingPackageError
@@ -134,8 +134,8 @@ def test_sizes_and_threads_are_read() -> None:
     assert [parse_size(text) for text in ("0", "4096", "3k", "512M", "2G ")] == [
         0, 4096, 3072, 512 << 20, 2 << 30,
     ]  # fmt: skip
-    assert parse_threads(" ") == ()
-    assert parse_threads("4, 1") == (4, 1)
+    assert parse_numbers("threads", " ") == ()
+    assert parse_numbers("threads", "4, 1") == (4, 1)
 
 
 def test_the_command_prints_json_and_draws(tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from duckllm.bench.ceilings import (
     memory_ceilings,
     read_ceiling,
 )
+from duckllm.bench.expert_step import ExpertStep, RandomExperts, SliceShape
 from duckllm.bench.machine import Caches
-from duckllm.bench.points import ExpertStep, Placed, Point, SliceShape, expert_points, new_units
+from duckllm.bench.points import Placed, Point, expert_points, placed_step
 
 SIZE = 2 << 20
 SMALL_CACHES = Caches(l2_bytes=64 << 10, llc_bytes=1 << 20)
@@ -244,42 +245,30 @@ def test_a_point_knows_its_bytes() -> None:
 
 
 def test_a_step_is_placed_by_its_median_and_its_fastest_sample() -> None:
-    step = ExpertStep(SHAPE, 2, new_units(SHAPE, 1, huge_pages=False), 1, "scalar")
+    random = RandomExperts(SHAPE)
+    units = random.fill(3, "fp9", huge_pages=False)
+    step = ExpertStep(random, units, num_tokens=2, top_k=3, threads=1, isa="scalar")
     step.seconds += [2e-6, 1e-6, 4e-6]
     read = Spread(50.0, 1.0, 64.0)
-    placed = step.placed(Ceiling("read", "cold", 1, "scalar", "GB/s", {"plain": read}))
+    placed = placed_step(step, SHAPE, Ceiling("read", "cold", 1, "scalar", "GB/s", {"plain": read}))
     flop = 6 * 256 * 32 * 3 * 2
     assert placed.point.gflop_per_s == pytest.approx(flop / 2e-6 / 1e9)
     assert placed.fastest.gflop_per_s == pytest.approx(flop / 1e-6 / 1e9)
     assert placed.read == read
 
 
-def test_units_fill_the_size_and_hold_every_chosen_expert() -> None:
-    assert new_units(SHAPE, 1, huge_pages=False).shape == (3, 2, 64 + 3 * 8 * 576)
-    units = new_units(SHAPE, 20 * SHAPE.expert_bytes - 1, huge_pages=False)
-    assert len(units) == 20
+def test_units_are_copies_of_a_few_experts() -> None:
+    units = RandomExperts(SHAPE).fill(20, "fp9", huge_pages=False)
+    assert units.shape == (20, 2, 64 + 3 * 8 * 576)
     assert np.array_equal(units[0], units[8])
     assert not np.array_equal(units[0], units[1])
 
 
 def test_steps_go_through_all_experts() -> None:
-    step = ExpertStep(SHAPE, 2, new_units(SHAPE, 4 * SHAPE.expert_bytes, False), 1, "scalar")
-    assert [step._step().tolist() for _ in range(3)] == [[0, 1, 2], [3, 0, 1], [2, 3, 0]]
-
-
-def test_a_wrong_kernel_is_found() -> None:
-    units = new_units(SHAPE, 1, huge_pages=False)
-    step = ExpertStep(SHAPE, 2, units, 1, "scalar")
-    step.verify()
-    run = step._experts.run
-
-    def wrong(units: np.ndarray, x: np.ndarray, *rest: np.ndarray, out: np.ndarray) -> None:
-        run(units, x, *rest, out=out)
-        out[1, 7] += 0.01 * abs(out).max()
-
-    step._experts = SimpleNamespace(run=wrong)  # type: ignore[assignment]
-    with pytest.raises(RuntimeError, match="the expert step is"):
-        step.verify()
+    random = RandomExperts(SHAPE)
+    units = random.fill(4, "fp9", huge_pages=False)
+    step = ExpertStep(random, units, num_tokens=2, top_k=3, threads=1, isa="scalar")
+    assert step._choose(3)[:, 1].tolist() == [[0, 1, 2], [3, 0, 1], [2, 3, 0]]
 
 
 def test_kernels_are_verified_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,10 +49,10 @@ CAVEATS = (
     "A ceiling is the best median of a few loops that are named: a bound from below for what the machine can "
     "do, never from above.",
     "Other programs and other virtual machines share the memory and the clock: look at the spread. "
-    "A loop's threads stay on a core each while they are timed; a kernel's go where the system puts them.",
+    "Threads stay on a core each while they are timed, those of a loop and those of a kernel.",
     "Multiply-adds run in registers on no data; scalar is SSE2 with a multiplication and an addition.",
-    "A kernel's bytes are its weights alone; its rows all choose the same experts, and its time is that of "
-    "a call from Python.",
+    "A kernel's bytes are its weights alone; its rows all choose the same experts, and its threads are "
+    "awake when the clock starts.",
 )
 
 

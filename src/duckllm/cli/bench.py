@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import TracebackType
 from typing import Annotated
 
 import typer
@@ -18,6 +19,13 @@ Examples:
   duckllm bench roofline
   duckllm bench roofline --plot roofline.png
   duckllm bench roofline --threads 1,2 --size 512M --huge-pages on --json
+"""
+
+KERNEL_EXAMPLES = """\b
+Examples:
+  duckllm bench kernel
+  duckllm bench kernel --shape deepseek-32,qwen3 --format fp9 --rows 1,2 --experts 4,8,20
+  duckllm bench kernel --full --json --save benchmarks/results/mine.jsonl
 """
 
 bench = typer.Typer(name="bench", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
@@ -59,7 +67,7 @@ def roofline(
     from duckllm.cli.common import Waiting
 
     config = RooflineConfig(
-        threads=parse_threads(threads),
+        threads=parse_numbers("threads", threads),
         isa=isa,
         size=parse_size(size),
         repeats=repeats,
@@ -84,15 +92,129 @@ def roofline(
         print_roofline(measured, Console(soft_wrap=False, highlight=False, markup=False))
 
 
-def parse_threads(text: str) -> tuple[int, ...]:
-    """Numbers of threads from ``"1,2,4"``; none from an empty text.
+@bench.command("kernel", epilog=KERNEL_EXAMPLES)
+def kernel(
+    shape: Annotated[
+        str,
+        typer.Option(help="deepseek-32, deepseek-8, deepseek, qwen3, qwen3-12, demo; empty takes all."),
+    ] = "",
+    experts: Annotated[
+        str, typer.Option(help="Experts that a row chooses, like 4,8; empty takes 4, 8, 12, 16, 20.")
+    ] = "",
+    rows: Annotated[str, typer.Option(help="Rows of a step, like 1,2; empty takes 1 to 128.")] = "",
+    weight_format: Annotated[
+        str, typer.Option("--format", help="fp9, fp8 or fp9,fp8; empty takes both.")
+    ] = "",
+    threads: Annotated[int, typer.Option(help="Threads; 0 takes all cores.")] = 0,
+    isa: Annotated[str, typer.Option(help="Instruction set: auto, scalar, avx2 or avx512.")] = "auto",
+    repeats: Annotated[int, typer.Option(help="Rounds of each line, 9 or more.")] = 9,
+    hot: Annotated[bool, typer.Option("--hot", help="The same experts in every step, from a cache.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="The whole grid, up to 512 rows.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the points into this PNG file.", show_default=False)
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Append the JSON line to this file.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON line only.")] = False,
+) -> None:
+    """Measure the expert kernels on layers of real models, each line beside its ceilings.
+
+    Every line is verified against float64 and measured in turns with plain reads. Takes two minutes or so on
+    a small machine, with --full ten times as long; nothing else should run. The last line is JSON.
+    """
+    from rich.console import Console
+
+    from duckllm.bench.kernel import KernelConfig, measure_kernels
+    from duckllm.bench.kernel_report import plot_points, print_kernels, roofs, run_json
+    from duckllm.bench.machine import cpu_name
+    from duckllm.bench.plot import check_plot, write_plot
+
+    config = KernelConfig(
+        shape=parse_words(shape),
+        experts=parse_numbers("experts", experts),
+        rows=parse_numbers("rows", rows),
+        format=parse_words(weight_format),
+        threads=threads,
+        isa=isa,
+        repeats=repeats,
+        hot=hot,
+        full=full,
+    )
+    if plot is not None:
+        check_plot(plot)
+    if save is not None:
+        check_save(save)
+    with CellProgress() as progress:
+        measured = measure_kernels(config, progress)
+    if plot is not None:
+        title = f"{cpu_name()}, {measured.threads} threads"
+        write_plot(plot, title, *roofs(measured), plot_points(measured.lines))
+    if not as_json:
+        print_kernels(measured, Console(soft_wrap=False, highlight=False, markup=False))
+    line = json.dumps(run_json(measured))
+    if save is not None:
+        with save.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    print(line)
+
+
+class CellProgress:
+    """A bar on stderr with the time left; nothing where stderr is no terminal."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("Measuring")
+
+    def __enter__(self) -> CellProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def __call__(self, name: str, done: float, total: float) -> None:
+        """Shows what is measured now, and how much of the work is done."""
+        self._bar.update(self._task, description=name, completed=done, total=total)
+
+
+def check_save(path: Path) -> None:
+    """Finds out before anything is measured whether a line can be appended there.
+
+    Raises:
+        ConfigError: Its folder does not exist, or it is a folder.
+    """
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError("save", str(path), "a file in a folder that exists")
+
+
+def parse_words(text: str) -> tuple[str, ...]:
+    """The words of ``"fp9,fp8"``; none from an empty text."""
+    return tuple(word.strip() for word in text.split(",")) if text.strip() else ()
+
+
+def parse_numbers(field: str, text: str) -> tuple[int, ...]:
+    """Numbers from ``"1,2,4"``; none from an empty text.
 
     Raises:
         ConfigError: It is something else.
     """
-    words = [word.strip() for word in text.split(",")] if text.strip() else []
+    words = parse_words(text)
     if not all(word.isascii() and word.isdigit() and len(word) <= 9 for word in words):
-        raise ConfigError("threads", text, "numbers with commas between, like 1,2,4")
+        raise ConfigError(field, text, "numbers with commas between, like 1,2,4")
     return tuple(int(word) for word in words)
 
 
