@@ -32,7 +32,7 @@ void Experts::Impl::run_down(int thread) {
         rows_a[row] = pair_activations[pair + row] + stripe * kStripeChannels;
       }
       kernels.down(at.down, at.down_scales, rows_a, pair_y.data() + pair, count, first, end,
-                   unit_after(index, stripe).down);
+                   unit_after(index, stripe).down, prefetch);
     }
   }
   if (direct) return;

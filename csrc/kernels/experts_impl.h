@@ -52,6 +52,7 @@ struct Experts::Impl {
   const size_t pair_floats;    // S * 16
   const uint32_t num_records;  // H' / 32
   const uint32_t num_parts;    // of a unit's dot products
+  const uint32_t prefetch = prefetch_bytes();
 
   Routing routing;
   FloatBuffer x;                                  // [T, H'] x * prescale, zero beyond H

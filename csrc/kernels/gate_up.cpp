@@ -32,6 +32,8 @@ void Experts::Impl::gate_up_part(uint64_t item) {
                     ? at.gate_up + static_cast<size_t>(stream.end_record) * 2 * record_bytes(shape.format)
                     : unit_after(index / shape.num_stripes, stripe).gate_up;
 
+  stream.prefetch_bytes = prefetch;
+
   // [part][row] of this unit; rows are few, so the parts of one row are near each other.
   float* unit_dots =
       partial_dots.data() +
@@ -64,7 +66,7 @@ void Experts::Impl::gate_up_unit(Workspace& workspace, uint64_t item) {
   const Unit at = unit(expert, stripe);
   float* dots = workspace.dots.data();
   if (count <= kMaxDirectRows) {
-    Stream stream{at.gate_up, {at.gate_scales, at.up_scales}, 0, num_records, at.gate_up};
+    Stream stream{at.gate_up, {at.gate_scales, at.up_scales}, 0, num_records, at.gate_up, prefetch};
     kernels.dots2(stream, pair_x.data() + first_pair, count, dots);
   } else {
     if (workspace.panel_of != item - stripe) {

@@ -28,6 +28,7 @@ struct Stream {
   const uint8_t* scales[2] = {};              // f32 per scale block, any alignment; null: 1
   uint32_t first_record = 0, end_record = 0;  // to go through; first_record is at a scale block
   const uint8_t* next = nullptr;              // what will be read after: prefetched at the end
+  uint32_t prefetch_bytes = 0;                // how far ahead to prefetch: prefetch_bytes()
 };
 
 struct FormatKernels {
@@ -40,7 +41,7 @@ struct FormatKernels {
   // [first, end) of one unit. next: of the unit that will be read after.
   void (*down)(const uint8_t* records, const uint8_t* scales, const float* const* activations,
                float* const* y, uint32_t num_rows, uint32_t first_record, uint32_t end_record,
-               const uint8_t* next);
+               const uint8_t* next, uint32_t prefetch_bytes);
 
   // A tile for `multiply`: rows of 32 lanes, even rows of the source from 0, odd ones from num_rows / 2.
   // tile_of_streams: num_records records of two matrices side by side, which start `distance` bytes apart and
@@ -66,6 +67,9 @@ struct KernelTable {
   // A panel row from `count` consecutive values, count even and at most 128.
   void (*fill_panel)(const float* values, uint32_t count, float* panel);
 };
+
+// How far ahead in a stream this CPU's threads prefetch best; docs/performance.md has the sweeps.
+uint32_t prefetch_bytes();
 
 // The table of an ISA. Calling its kernels is right only where isa_available(isa).
 const KernelTable& kernel_table(Isa isa);

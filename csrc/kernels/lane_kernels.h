@@ -25,7 +25,7 @@ struct LaneKernels {
   static constexpr int kLanes = Lanes::kLanes;
   static constexpr int kVectors = kStripeChannels / kLanes;  // of one record row
   static constexpr uint32_t kPairs = kRecordRows / 2;
-  static constexpr uint32_t kPrefetchBytes = 8192;  // ahead in a stream: docs/performance.md has the sweep
+  static constexpr uint32_t kTilePrefetchBytes = 4096;  // ahead, while tiles are decoded
 
   static DUCK_INLINE float load_f32(const uint8_t* bytes, uint32_t index) {
     float value;
@@ -39,8 +39,8 @@ struct LaneKernels {
 
   // Where to prefetch from while record `record` of a stream is computed with, `stride` bytes a record.
   static DUCK_INLINE const uint8_t* ahead_of(const uint8_t* records, uint32_t record, uint32_t end,
-                                             uint32_t stride, const uint8_t* next) {
-    const uint32_t ahead = record + (kPrefetchBytes + stride - 1) / stride;
+                                             uint32_t stride, const uint8_t* next, uint32_t num_bytes) {
+    const uint32_t ahead = record + (num_bytes + stride - 1) / stride;
     return ahead < end ? records + static_cast<size_t>(ahead) * stride
                        : next + static_cast<size_t>(ahead - end) * stride;
   }
@@ -103,7 +103,9 @@ struct LaneKernels {
         clear(odd);
         for (uint32_t record = first; record < end; ++record) {
           if (p == 0 && vector == 0) {
-            prefetch(ahead_of(stream.records, record, stream.end_record, kStride, stream.next), kStride);
+            prefetch(ahead_of(stream.records, record, stream.end_record, kStride, stream.next,
+                              stream.prefetch_bytes),
+                     kStride);
           }
           const uint8_t* records[kPartsAtOnce];
 #pragma GCC unroll 2
@@ -186,12 +188,13 @@ struct LaneKernels {
 
   template <class F, int kRows>
   static void down_rows(const uint8_t* records, const uint8_t* scales, const float* const* rows_a,
-                        float* const* y, uint32_t first, uint32_t end, const uint8_t* next) {
+                        float* const* y, uint32_t first, uint32_t end, const uint8_t* next,
+                        uint32_t prefetch_bytes) {
     const float* activations[kRows];
     for (int row = 0; row < kRows; ++row) activations[row] = rows_a[row];
     next += static_cast<size_t>(first) * F::kRecordBytes;
     for (uint32_t record = first; record < end; ++record) {
-      prefetch(ahead_of(records, record, end, F::kRecordBytes, next), F::kRecordBytes);
+      prefetch(ahead_of(records, record, end, F::kRecordBytes, next, prefetch_bytes), F::kRecordBytes);
       const uint8_t* at = records + static_cast<size_t>(record) * F::kRecordBytes;
       const float scale = load_f32(scales, record / kRecordsPerBlock) * F::kPostscale;
       down_tile<F, kRows, 0>(at, activations, y, record * kRecordRows, scale);
@@ -231,10 +234,10 @@ struct LaneKernels {
   template <class F>
   static void down(const uint8_t* records, const uint8_t* scales, const float* const* activations,
                    float* const* y, uint32_t num_rows, uint32_t first_record, uint32_t end_record,
-                   const uint8_t* next) {
+                   const uint8_t* next, uint32_t prefetch_bytes) {
     in_blocks<Lanes::kBlockRows>(num_rows, [&](auto rows, uint32_t first) {
       down_rows<F, rows.kCount>(records, scales, activations + first, y + first, first_record, end_record,
-                                next);
+                                next, prefetch_bytes);
     });
   }
 
@@ -262,8 +265,8 @@ struct LaneKernels {
     const uint32_t half_rows = num_records * kPairs;
     for (uint32_t record = 0; record < num_records; ++record) {
       const uint8_t* at = records + record * stride;
-      prefetch(at + kPrefetchBytes, F::kRecordBytes);
-      prefetch(at + distance + kPrefetchBytes, F::kRecordBytes);
+      prefetch(at + kTilePrefetchBytes, F::kRecordBytes);
+      prefetch(at + distance + kTilePrefetchBytes, F::kRecordBytes);
       float* to = tile + record * kPairs * kTileLanes;
       decode_pairs<F, 0, kPairs>(at, to, half_rows);
       decode_pairs<F, 0, kPairs>(at + distance, to + kStripeChannels, half_rows);
@@ -272,7 +275,7 @@ struct LaneKernels {
 
   template <class F>
   static void tile_of_down(const uint8_t* record, float* tile) {
-    prefetch(record + kPrefetchBytes, F::kRecordBytes);
+    prefetch(record + kTilePrefetchBytes, F::kRecordBytes);
     decode_pairs<F, 0, 8>(record, tile, 8);
     decode_pairs<F, 8, 8>(record, tile + kStripeChannels, 8);
   }

@@ -83,6 +83,12 @@ Isa select_isa() {
   return available_isas().back();
 }
 
+uint32_t prefetch_bytes() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  const bool is_amd = __get_cpuid(0, &eax, &ebx, &ecx, &edx) && ebx == signature_AMD_ebx;
+  return is_amd ? 8192 : 4096;
+}
+
 const KernelTable& kernel_table(Isa isa) {
   switch (isa) {
     case Isa::kAvx2:

@@ -1,13 +1,16 @@
 // The thread pool: each thread takes each step exactly once, whatever the delays; barriers; exceptions;
 // sleep.
+#include <pthread.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <csignal>
 #include <cstdint>
 #include <ctime>
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "tests/check.h"
@@ -96,6 +99,51 @@ void test_more_threads_than_cores() {
   check_steps(64, 0, 50);
   check_barriers(64, 0, 20);
   check_steps(32, 50, 20);
+}
+
+std::atomic<bool> hold{false};
+
+void wait_while_held(int) {
+  while (hold.load()) usleep(100);
+}
+
+// One thread at a time, the caller among them, is stopped wherever it is and resumed later.
+void test_paused_threads() {
+  struct sigaction action{};
+  action.sa_handler = &wait_while_held;
+  CHECK(sigaction(SIGUSR1, &action, nullptr) == 0);
+  constexpr int kThreads = 4;
+  for (int spin_us : {0, 20, 2000}) {
+    ThreadPool pool(kThreads, spin_us);
+    std::vector<pthread_t> threads(kThreads);
+    pool.run([&](int thread) { threads[thread] = pthread_self(); });
+    std::atomic<bool> finished{false};
+    std::thread stopper([&] {
+      std::minstd_rand random(5);
+      while (!finished.load()) {
+        hold = true;
+        CHECK(pthread_kill(threads[random() % kThreads], SIGUSR1) == 0);
+        usleep(random() % 2000);
+        hold = false;
+        usleep(random() % 300);
+      }
+    });
+    std::vector<int64_t> taken(kThreads), seen(kThreads);
+    constexpr int kSteps = 60;
+    for (int step = 0; step < kSteps; ++step) {
+      pool.run([&](int thread) {
+        ++taken[thread];
+        pool.barrier();
+        for (int64_t count : taken) seen[thread] += count == step + 1;
+      });
+    }
+    finished = true;
+    stopper.join();
+    for (int thread = 0; thread < kThreads; ++thread) {
+      CHECK(taken[thread] == kSteps);
+      CHECK(seen[thread] == kSteps * kThreads);
+    }
+  }
 }
 
 std::string message_of(ThreadPool& pool, const std::function<void(int)>& work) {
@@ -206,6 +254,7 @@ void test_idle_threads_sleep() {
 int main() {
   test_with_delays();
   test_more_threads_than_cores();
+  test_paused_threads();
   test_exceptions();
   test_run_inside_run_is_refused();
   test_arguments();

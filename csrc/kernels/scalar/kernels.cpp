@@ -92,7 +92,7 @@ void dots(const Stream& stream, const float* const* x, uint32_t num_rows, float*
 
 template <WeightFormat kFormat>
 void down(const uint8_t* records, const uint8_t* scales, const float* const* activations, float* const* y,
-          uint32_t num_rows, uint32_t first_record, uint32_t end_record, const uint8_t*) {
+          uint32_t num_rows, uint32_t first_record, uint32_t end_record, const uint8_t*, uint32_t) {
   for (uint32_t record = first_record; record < end_record; ++record) {
     const float scale = load_f32(scales, record / kRecordsPerBlock) * sum_postscale(kFormat);
     for (int tile = 0; tile < 2; ++tile) {
