@@ -9,26 +9,14 @@
 // nothing.
 #include "kernels/experts.h"
 
-#include <xmmintrin.h>
-
 #include <cstring>
 #include <stdexcept>
 
+#include "kernels/denormals.h"
 #include "kernels/experts_impl.h"
 
 namespace duck {
 namespace {
-
-// Denormals as IEEE 754 has them, until the end of the scope.
-class DenormalsOn {
- public:
-  DenormalsOn() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~kFlushAndZero); }
-  ~DenormalsOn() { _mm_setcsr(saved_); }
-
- private:
-  static constexpr unsigned kFlushAndZero = 0x8040;
-  const unsigned saved_;
-};
 
 void scale_row(const StepRows& rows, size_t row, size_t hidden, float factor, float* out) {
   if (rows.x_type == ActivationType::kF32) {

@@ -28,14 +28,8 @@ constexpr std::array<uint8_t, 256> kMagnitudes = [] {
   return table;
 }();
 
-// A matrix of weights for one record: element (row, lane) at first[row * row_stride + lane * lane_stride],
-// for row < rows and lane < lanes; zero elsewhere.
-struct RecordSource {
-  const uint8_t* first;
-  size_t row_stride, lane_stride, rows, lanes;
-};
+}  // namespace
 
-// Fills rows [first_row, first_row + source.rows) of a record that is zero there.
 void pack_rows(const RecordSource& source, size_t first_row, WeightFormat format, uint8_t* record) {
   for (size_t lane = 0; lane < source.lanes; ++lane) {
     const uint8_t* bytes = source.first + lane * source.lane_stride;
@@ -55,6 +49,8 @@ void pack_rows(const RecordSource& source, size_t first_row, WeightFormat format
     std::memcpy(word, &signs, 4);
   }
 }
+
+namespace {
 
 void pack_unit(const E4m3Expert& expert, size_t stripe, WeightFormat format, uint8_t* unit) {
   const size_t hidden = expert.hidden_size, intermediate = expert.intermediate_size;

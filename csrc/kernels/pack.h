@@ -26,6 +26,16 @@ struct E4m3Expert {
 // excluded it.
 uint8_t fp9_magnitude(uint8_t e4m3);
 
+// A matrix of e4m3 bytes for one record: element (row, lane) at first[row * row_stride + lane * lane_stride],
+// for row < rows and lane < lanes; zero elsewhere.
+struct RecordSource {
+  const uint8_t* first;
+  size_t row_stride, lane_stride, rows, lanes;
+};
+
+// Fills rows [first_row, first_row + source.rows) of an fp9 or fp8 record that is zero there.
+void pack_rows(const RecordSource& source, size_t first_row, WeightFormat format, uint8_t* record);
+
 // How many of the bytes are e4m3 NaN (0x7f, 0xff).
 size_t count_nan_e4m3(const uint8_t* bytes, size_t size);
 

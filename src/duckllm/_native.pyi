@@ -1,5 +1,5 @@
 """
-Native parts of duck-llm: expert kernels, wire format, transport, the worker's step loop, and the loops that measure a machine's ceilings.
+Native parts of duck-llm: kernels of experts and dense layers, wire format, transport, the worker's step loop, and the loops that measure a machine's ceilings.
 """
 
 import enum
@@ -168,6 +168,76 @@ class Experts:
     def isa(self) -> str: ...
     @property
     def num_threads(self) -> int: ...
+
+def linear_bytes(out_features: int, in_features: int, format: str) -> int:
+    """
+    Bytes of a packed weight [N, K] in the format bf16, fp8 or fp9, its scales not counted.
+
+    Raises:
+        ValueError: another format, or a size out of range.
+    """
+
+def pack_linear(
+    weight: numpy.typing.NDArray[numpy.uint8] | numpy.typing.NDArray[numpy.uint16], format: str
+) -> numpy.typing.NDArray[numpy.uint8]:
+    """
+    Packs a dense weight for LinearRuntime.
+
+    Shapes:
+        weight: [N, K], e4m3 as uint8 for fp8 and fp9, bfloat16 as uint16 for bf16
+        result: [linear_bytes(N, K, format)] uint8
+
+    Raises:
+        ValueError: a wrong shape or type, or NaN bytes of e4m3 (with their count).
+    """
+
+class LinearRuntime:
+    """
+    What dense linear layers share: threads and scratch memory.
+
+    One run at a time. csrc/kernels/linear.h states the order of summation, the error bound and the
+    valid ranges; a row's result depends neither on the other rows nor on the threads.
+
+    max_rows: rows that the scratch memory holds; more of them are taken by turns.
+    max_in_features: the largest in_features.
+    """
+
+    def __init__(
+        self, max_rows: int, max_in_features: int, num_threads: int, spin_us: int, isa: str = "auto"
+    ) -> None: ...
+    def run(
+        self,
+        packed: numpy.typing.NDArray[numpy.uint8],
+        scales: numpy.typing.NDArray[numpy.float32] | None,
+        out_features: int,
+        in_features: int,
+        format: str,
+        x: numpy.typing.NDArray[numpy.float32] | numpy.typing.NDArray[numpy.uint16],
+        out: numpy.typing.NDArray[numpy.float32] | None = None,
+    ) -> numpy.typing.NDArray[numpy.float32]:
+        """
+        y = x W^T, [T, N] f32.
+
+        Shapes:
+            packed: of pack_linear; scales: [ceil(N/128), ceil(K/128)] f32, None for bf16
+            x: [T, K] f32, or bf16 as uint16; out, result: [T, N] f32
+
+        Raises:
+            ValueError: a wrong shape or type, or K over max_in_features; out is then untouched.
+
+        Threading:
+            Releases the interpreter; one run at a time per object.
+
+        Reference:
+            tests/linear/linear_reference.py, float64, with the bound of linear.h
+        """
+
+    @property
+    def isa(self) -> str: ...
+    @property
+    def num_threads(self) -> int: ...
+    @property
+    def max_in_features(self) -> int: ...
 
 PROTOCOL_VERSION: int = 1
 
