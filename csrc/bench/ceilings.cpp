@@ -1,7 +1,5 @@
 #include "bench/ceilings.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -11,6 +9,7 @@
 #include <vector>
 
 #include "bench/loop_table.h"
+#include "threads/on_core.h"
 #include "threads/thread_pool.h"
 
 namespace duck::bench {
@@ -37,34 +36,6 @@ uint64_t mix(uint64_t word) {  // splitmix64's finaliser: neighbours differ in h
   word = (word ^ (word >> 27)) * 0x94d049bb133111ebu;
   return word ^ (word >> 31);
 }
-
-// Keeps the calling thread on one core while it lives: woken threads are else often put on the waker's core,
-// and two of them then share it while another is idle. Thread t gets the t-th core that the caller may use.
-// Where the system refuses, the thread stays where it is.
-class OnCore {
- public:
-  explicit OnCore(int thread) {
-    if (sched_getaffinity(0, sizeof before_, &before_) != 0) return;
-    int left = thread % CPU_COUNT(&before_);
-    for (int core = 0; core < CPU_SETSIZE; ++core) {
-      if (!CPU_ISSET(core, &before_) || left-- != 0) continue;
-      cpu_set_t one;
-      CPU_ZERO(&one);
-      CPU_SET(core, &one);
-      moved_ = sched_setaffinity(0, sizeof one, &one) == 0;
-      return;
-    }
-  }
-  ~OnCore() {
-    if (moved_) sched_setaffinity(0, sizeof before_, &before_);
-  }
-  OnCore(const OnCore&) = delete;
-  OnCore& operator=(const OnCore&) = delete;
-
- private:
-  cpu_set_t before_;
-  bool moved_ = false;
-};
 
 // What one thread leaves behind, on a cache line of its own.
 struct alignas(64) ThreadResult {

@@ -16,6 +16,7 @@
 #include "kernels/experts.h"
 #include "kernels/pack.h"
 #include "kernels/weight_format.h"
+#include "threads/on_core.h"
 #include "threads/thread_pool.h"
 
 namespace nb = nanobind;
@@ -29,7 +30,7 @@ class PyExperts {
  public:
   PyExperts(int64_t hidden_size, int64_t intermediate_size, int64_t num_experts, int64_t top_k,
             int64_t first_stripe, int64_t num_stripes, int64_t max_tokens, int num_threads, int spin_us,
-            const std::string& isa, const std::string& format)
+            const std::string& isa, const std::string& format, bool pin_threads)
       : shape_{as_u32("hidden_size", hidden_size),
                as_u32("intermediate_size", intermediate_size),
                as_u32("num_experts", num_experts),
@@ -37,7 +38,8 @@ class PyExperts {
                as_u32("first_stripe", first_stripe),
                as_u32("num_stripes", num_stripes),
                parse_format(format)},
-        pool_(num_threads, spin_us),
+        pin_threads_(pin_threads),
+        pool_(num_threads, spin_us, pin_threads),
         experts_(shape_, as_u32("max_tokens", max_tokens),
                  isa == "auto" ? select_isa() : parse_isa("isa", isa), pool_) {}
 
@@ -61,6 +63,7 @@ class PyExperts {
     float* y = const_cast<float*>(checked<float>("out", result, "float32", {tokens, shape_.hidden_size}));
     {
       nb::gil_scoped_release release;
+      const std::optional<OnCore> on_core = keep_on_core();
       experts_.run(layer, rows, y);
     }
     return out;
@@ -70,6 +73,7 @@ class PyExperts {
     const LayerUnits layer = layer_units(units, as_u32("units_first_stripe", units_first_stripe));
     const StepRows rows = step_rows(topk_ids, topk_ids.ndim() == 2 ? topk_ids.shape(0) : 0);
     nb::gil_scoped_release release;
+    const std::optional<OnCore> on_core = keep_on_core();
     return experts_.read_units(layer, rows);
   }
 
@@ -88,10 +92,12 @@ class PyExperts {
     float* y = const_cast<float*>(checked<float>("out", result, "float32", {tokens, shape_.hidden_size}));
     std::vector<double> seconds(steps);
     nb::gil_scoped_release release;
+    const std::optional<OnCore> on_core = keep_on_core();
     for (size_t step = 0; step < steps; ++step) {
       rows.topk_ids = ids + step * tokens * top_k;
       const auto start = std::chrono::steady_clock::now();
       if (compute) {
+        const std::optional<OnCore> on_core = keep_on_core();
         experts_.run(layer, rows, y);
       } else {
         experts_.read_units(layer, rows);
@@ -105,6 +111,11 @@ class PyExperts {
   int num_threads() const { return pool_.num_threads(); }
 
  private:
+  // With pinned threads the caller, thread 0, stays on the first core while it computes.
+  std::optional<OnCore> keep_on_core() const {
+    return pin_threads_ ? std::optional<OnCore>(std::in_place, 0) : std::nullopt;
+  }
+
   static StepRows step_rows(const AnyArray& topk_ids, size_t tokens) {
     if (topk_ids.ndim() != 2) fail("topk_ids", "shape " + shape_of(topk_ids), "shape [T, K]");
     StepRows rows;
@@ -139,6 +150,7 @@ class PyExperts {
   }
 
   const ExpertShape shape_;
+  const bool pin_threads_;
   ThreadPool pool_;
   Experts experts_;
 };
@@ -267,12 +279,13 @@ void bind_kernels(nb::module_& m) {
       m, "Experts",
       "The routed-expert function of one slice of stripes, with its threads and scratch memory.\n\n"
       "One run at a time. csrc/kernels/experts.h states the order of summation, the error bound and\n"
-      "the valid ranges; a row's result depends neither on the other rows nor on the threads.")
+      "the valid ranges; a row's result depends neither on the other rows nor on the threads. With\n"
+      "pin_threads each thread stays on a core of its own, the caller's while it computes.")
       .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int,
-                    const std::string&, const std::string&>(),
+                    const std::string&, const std::string&, bool>(),
            "hidden_size"_a, "intermediate_size"_a, "num_experts"_a, "top_k"_a, "first_stripe"_a,
            "num_stripes"_a, "max_tokens"_a, "num_threads"_a, "spin_us"_a, "isa"_a = "auto",
-           "format"_a = "fp9")
+           "format"_a = "fp9", "pin_threads"_a = false)
       .def("run", &PyExperts::run, "units"_a.noconvert(), "x"_a.noconvert(), "topk_ids"_a.noconvert(),
            "topk_weights"_a.noconvert(), "units_first_stripe"_a = 0, "out"_a = nb::none(),
            nb::sig("def run(self, units: numpy.typing.NDArray[numpy.uint8], "

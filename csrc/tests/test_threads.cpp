@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "tests/check.h"
+#include "threads/on_core.h"
 #include "threads/thread_pool.h"
 
 using duck::ThreadPool;
@@ -146,6 +147,37 @@ void test_paused_threads() {
   }
 }
 
+// The cores that the calling thread may use.
+std::vector<int> allowed_cores() {
+  cpu_set_t set;
+  CHECK(sched_getaffinity(0, sizeof set, &set) == 0);
+  std::vector<int> cores;
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    if (CPU_ISSET(core, &set)) cores.push_back(core);
+  }
+  return cores;
+}
+
+void test_pinned_threads() {
+  const std::vector<int> all = allowed_cores();
+  const int num_threads = static_cast<int>(all.size()) + 2;
+  ThreadPool pinned(num_threads, 0, true);
+  ThreadPool free(num_threads, 0);
+  std::vector<std::vector<int>> of_pinned(num_threads), of_free(num_threads);
+  pinned.run([&](int thread) { of_pinned[thread] = allowed_cores(); });
+  free.run([&](int thread) { of_free[thread] = allowed_cores(); });
+  for (int thread = 0; thread < num_threads; ++thread) {
+    const std::vector<int> own{all[thread % all.size()]};
+    CHECK(of_pinned[thread] == (thread == 0 ? all : own));
+    CHECK(of_free[thread] == all);
+  }
+  {
+    const duck::OnCore on_core(static_cast<int>(all.size()) + 1);
+    CHECK(allowed_cores() == std::vector<int>{all[1 % all.size()]});
+  }
+  CHECK(allowed_cores() == all);
+}
+
 std::string message_of(ThreadPool& pool, const std::function<void(int)>& work) {
   try {
     pool.run(work);
@@ -255,6 +287,7 @@ int main() {
   test_with_delays();
   test_more_threads_than_cores();
   test_paused_threads();
+  test_pinned_threads();
   test_exceptions();
   test_run_inside_run_is_refused();
   test_arguments();

@@ -3,11 +3,13 @@
 
 #include <atomic>
 #include <exception>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "threads/on_core.h"
 #include "threads/wait_word.h"
 
 namespace duck {
@@ -82,7 +84,7 @@ struct ThreadPool::Impl {
   }
 };
 
-ThreadPool::ThreadPool(int num_threads, int spin_us) {
+ThreadPool::ThreadPool(int num_threads, int spin_us, bool pin_threads) {
   if (num_threads < 1 || num_threads > kMaxThreads) {
     throw std::invalid_argument("num_threads: got " + std::to_string(num_threads) + ", expected 1 to " +
                                 std::to_string(kMaxThreads));
@@ -94,7 +96,11 @@ ThreadPool::ThreadPool(int num_threads, int spin_us) {
   impl_->threads.reserve(num_threads - 1);
   try {
     for (int index = 1; index < num_threads; ++index) {
-      impl_->threads.emplace_back([impl = impl_.get(), index] { impl->thread_main(index); });
+      impl_->threads.emplace_back([impl = impl_.get(), index, pin_threads] {
+        std::optional<OnCore> on_core;
+        if (pin_threads) on_core.emplace(index);
+        impl->thread_main(index);
+      });
     }
   } catch (...) {
     impl_->stop();

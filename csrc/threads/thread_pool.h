@@ -15,8 +15,10 @@ namespace duck {
 class ThreadPool {
  public:
   // num_threads counts the caller, 1 to 1024. spin_us = 0: waiting threads sleep at once (right when cores
-  // are short). Throws std::invalid_argument, or std::system_error when the system gives no more threads.
-  ThreadPool(int num_threads, int spin_us);
+  // are short). pin_threads: thread t stays on the t-th core that the caller may use; the caller itself,
+  // thread 0, is for the caller to keep (OnCore). Throws std::invalid_argument, or std::system_error when the
+  // system gives no more threads.
+  ThreadPool(int num_threads, int spin_us, bool pin_threads = false);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;

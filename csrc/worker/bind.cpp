@@ -5,12 +5,14 @@
 #include <nanobind/stl/tuple.h>
 
 #include <memory>
+#include <optional>
 #include <tuple>
 #include <unordered_map>
 #include <vector>
 
 #include "kernels/experts.h"
 #include "kernels/weight_format.h"
+#include "threads/on_core.h"
 #include "threads/thread_pool.h"
 #include "worker/step_loop.h"
 
@@ -52,8 +54,10 @@ int checked_threads(const ExpertShape& shape, const StepLoopLimits& limits, int 
 // Experts, their threads and the step loop, with the mapped weights of every layer.
 class StepServer {
  public:
-  StepServer(const ExpertShape& shape, const StepLoopLimits& limits, int num_threads, const std::string& isa)
-      : pool_(checked_threads(shape, limits, num_threads), limits.spin_us),
+  StepServer(const ExpertShape& shape, const StepLoopLimits& limits, int num_threads, bool pin_threads,
+             const std::string& isa)
+      : pin_threads_(pin_threads),
+        pool_(checked_threads(shape, limits, num_threads), limits.spin_us, pin_threads),
         experts_(shape, limits.max_step_tokens, parse_isa(isa), pool_),
         loop_(experts_, layers_, limits) {}
 
@@ -80,6 +84,8 @@ class StepServer {
   }
 
   std::tuple<std::string, std::string, uint64_t> serve(int fd) {
+    std::optional<OnCore> on_core;
+    if (pin_threads_) on_core.emplace(0);
     const StepLoopEnd end = loop_.serve(fd);
     return {end_reason_name(end.reason), end.message, end.steps_served};
   }
@@ -87,6 +93,7 @@ class StepServer {
   std::string isa() const { return isa_name(experts_.isa()); }
 
  private:
+  const bool pin_threads_;
   std::unordered_map<uint32_t, LayerUnits> layers_;
   std::vector<UnitsArray> kept_;  // keeps the mapped arrays alive
   ThreadPool pool_;
@@ -103,16 +110,17 @@ void bind_worker(nb::module_& m) {
           [](StepServer* self, uint32_t hidden_size, uint32_t intermediate_size, uint32_t num_experts,
              uint32_t top_k, uint32_t first_stripe, uint32_t num_stripes, uint32_t max_step_tokens,
              int num_threads, int spin_us, int64_t frame_timeout_ms, int64_t send_timeout_ms,
-             const std::string& isa, const std::string& format) {
+             const std::string& isa, const std::string& format, bool pin_threads) {
             const ExpertShape shape{hidden_size,  intermediate_size, num_experts,         top_k,
                                     first_stripe, num_stripes,       parse_format(format)};
             new (self) StepServer(shape, {max_step_tokens, spin_us, frame_timeout_ms, send_timeout_ms},
-                                  num_threads, isa);
+                                  num_threads, pin_threads, isa);
           },
           nb::kw_only(), nb::arg("hidden_size"), nb::arg("intermediate_size"), nb::arg("num_experts"),
           nb::arg("top_k"), nb::arg("first_stripe"), nb::arg("num_stripes"), nb::arg("max_step_tokens"),
           nb::arg("num_threads"), nb::arg("spin_us") = 0, nb::arg("frame_timeout_ms") = 30'000,
-          nb::arg("send_timeout_ms") = 60'000, nb::arg("isa") = "auto", nb::arg("format") = "fp9")
+          nb::arg("send_timeout_ms") = 60'000, nb::arg("isa") = "auto", nb::arg("format") = "fp9",
+          nb::arg("pin_threads") = false)
       .def("add_layer", &StepServer::add_layer, nb::arg("layer"), nb::arg("units").noconvert(),
            "Takes the slice's units [E, S, unit_bytes] u8 of a layer; kept alive, not copied.")
       .def("serve", &StepServer::serve, nb::arg("fd"), nb::call_guard<nb::gil_scoped_release>(),

@@ -86,7 +86,8 @@ class Experts:
     The routed-expert function of one slice of stripes, with its threads and scratch memory.
 
     One run at a time. csrc/kernels/experts.h states the order of summation, the error bound and
-    the valid ranges; a row's result depends neither on the other rows nor on the threads.
+    the valid ranges; a row's result depends neither on the other rows nor on the threads. With
+    pin_threads each thread stays on a core of its own, the caller's while it computes.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Experts:
         spin_us: int,
         isa: str = "auto",
         format: str = "fp9",
+        pin_threads: bool = False,
     ) -> None: ...
     def run(
         self,
@@ -408,6 +410,7 @@ class StepServer:
         send_timeout_ms: int = 60000,
         isa: str = "auto",
         format: str = "fp9",
+        pin_threads: bool = False,
     ) -> None: ...
     def add_layer(
         self,

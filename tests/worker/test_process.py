@@ -301,6 +301,12 @@ def test_threads_and_spinning_are_resolved() -> None:
     cores = len(os.sched_getaffinity(0))
     assert WorkerConfig().resolved_threads == cores
     assert WorkerConfig().resolved_spin_us == 0  # every core is taken
+    assert WorkerConfig().resolved_pin is True
+    assert WorkerConfig(threads=cores + 1).resolved_pin is False
+    assert WorkerConfig(pin=False).resolved_pin is False
+    assert WorkerConfig(threads=cores + 1, pin=True).resolved_pin is True
+    with pytest.raises(ConfigError, match="pin: got 'yes', expected True, False or None"):
+        WorkerConfig(pin="yes")  # type: ignore[arg-type]
     assert WorkerConfig(threads=3, spin_us=7).resolved_threads == 3
     assert WorkerConfig(threads=3, spin_us=7).resolved_spin_us == 7
     if cores > 1:

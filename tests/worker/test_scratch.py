@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import socket
 from dataclasses import replace
+from statistics import median
 
 import pytest
 
@@ -61,21 +62,23 @@ def test_the_estimate_is_what_is_allocated(
     hidden_size: int, intermediate_size: int, top_k: int, stripes: int, num_threads: int, num_tokens: int
 ) -> None:
     plan = plan_of(hidden_size, intermediate_size, top_k, stripes, max_step_tokens=num_tokens)
-    before = allocated_bytes()
-    server = _native.StepServer(
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_experts=plan.num_experts,
-        top_k=top_k,
-        first_stripe=0,
-        num_stripes=stripes,
-        max_step_tokens=num_tokens,
-        num_threads=num_threads,
-    )
-    got = allocated_bytes() - before
-    del server
+    got = []
+    for _ in range(3):  # threads of other tests may allocate meanwhile: once, but not twice
+        before = allocated_bytes()
+        server = _native.StepServer(
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            num_experts=plan.num_experts,
+            top_k=top_k,
+            first_stripe=0,
+            num_stripes=stripes,
+            max_step_tokens=num_tokens,
+            num_threads=num_threads,
+        )
+        got.append(allocated_bytes() - before)
+        del server
     # 10 %, and 4 KiB for objects and for what malloc adds to each piece.
-    assert scratch_bytes(plan, num_tokens, num_threads) == pytest.approx(got, rel=0.1, abs=4096)
+    assert scratch_bytes(plan, num_tokens, num_threads) == pytest.approx(median(got), rel=0.1, abs=4096)
 
 
 def test_the_scratch_of_the_largest_step_is_bounded(model: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:

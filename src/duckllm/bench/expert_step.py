@@ -205,6 +205,7 @@ class ExpertStep:
             spin_us=SPIN_US,
             isa=isa,
             format=weight_format,
+            pin_threads=True,
         )
         self._cores = sorted(os.sched_getaffinity(0))
         for number, thread in enumerate(sorted(_thread_ids() - threads_before)):

@@ -22,6 +22,14 @@ def worker(
     spin_us: Annotated[
         int, typer.Option(help="How long idle threads spin before they sleep; -1 decides by the cores.")
     ] = -1,
+    pin: Annotated[
+        bool | None,
+        typer.Option(
+            "--pin/--no-pin",
+            help="Keep each compute thread on a core of its own; by default where they take every core.",
+            show_default=False,
+        ),
+    ] = None,
     weight_format: Annotated[
         str,
         typer.Option(
@@ -57,6 +65,7 @@ def worker(
         model=model,
         threads=threads,
         spin_us=spin_us,
+        pin=pin,
         weight_format=weight_format,
         token=read_token(token_file),
         exit_with_stdin=exit_with_stdin,

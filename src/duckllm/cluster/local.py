@@ -106,7 +106,8 @@ def _spawn(config: ClusterConfig, token: str) -> _Child:
     command = [
         *(sys.executable, "-P", "-m", "duckllm.worker"),
         *("--listen", "127.0.0.1:0", "--json", "--exit-with-stdin"),
-        *("--threads", str(threads), "--spin-us", str(spin_us)),
+        # Not pinned: the host computes on the same cores.
+        *("--threads", str(threads), "--spin-us", str(spin_us), "--no-pin"),
     ]
     try:
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child

@@ -189,6 +189,7 @@ def measure_formats(part: ExpertSlice, units: U8, stored: str, other: str) -> di
             num_threads=part.num_threads,
             spin_us=0,
             format=name,
+            pin_threads=True,
         )
         for name in samples
     }

@@ -36,6 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--threads", type=int, default=_DEFAULTS.threads, help="compute threads, 0 for all cores"
     )
     parser.add_argument("--spin-us", type=int, default=_DEFAULTS.spin_us)
+    parser.add_argument("--pin", action=argparse.BooleanOptionalAction, help="keep each thread on one core")
     parser.add_argument(
         "--format", dest="weight_format", default=_DEFAULTS.weight_format, help="auto, fp9 or fp8"
     )

@@ -21,6 +21,8 @@ class WorkerConfig:
         model: Its own converted model, looked into before the host's folder; None for none.
         threads: Compute threads; 0 takes every core.
         spin_us: How long idle threads spin before they sleep, microseconds; -1 decides by the cores.
+        pin: Whether each compute thread stays on a core of its own; None: where they take every core, as on a
+            machine that does nothing else.
         weight_format: Format to compute in, whatever the host asks for: ``"fp9"`` or ``"fp8"``; ``"auto"``
             takes the host's, or what is stored, unless the other is measured to be faster.
         token: The cluster token, text that UTF-8 can hold; needed beyond loopback.
@@ -37,6 +39,7 @@ class WorkerConfig:
     model: Path | None = None
     threads: int = 0
     spin_us: int = -1
+    pin: bool | None = None
     weight_format: str = "auto"
     token: str | None = None
     exit_with_stdin: bool = False
@@ -56,6 +59,8 @@ class WorkerConfig:
             value = getattr(self, field)
             if type(value) is not int or not least <= value <= most:
                 raise ConfigError(field, value, f"{meaning} to {most}")
+        if not isinstance(self.pin, bool | None):
+            raise ConfigError("pin", self.pin, "True, False or None")
         for field in ("handshake_timeout_s", "frame_timeout_s", "send_timeout_s"):
             value = getattr(self, field)
             if type(value) not in (int, float) or not 0.001 <= value <= MAX_TIMEOUT_S:
@@ -78,3 +83,8 @@ class WorkerConfig:
         if self.spin_us >= 0:
             return self.spin_us
         return _SPIN_US_WITH_SPARE_CORES if self.resolved_threads < available_cores() else 0
+
+    @property
+    def resolved_pin(self) -> bool:
+        """Whether threads are pinned, None resolved."""
+        return self.resolved_threads == available_cores() if self.pin is None else self.pin

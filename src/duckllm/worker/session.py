@@ -169,6 +169,7 @@ class Sessions:
             frame_timeout_ms=round(self._config.frame_timeout_s * 1000),
             send_timeout_ms=round(self._config.send_timeout_s * 1000),
             format=choice.format,
+            pin_threads=self._config.resolved_pin,
         )
         for layer, units in layers.items():
             server.add_layer(layer, units)
