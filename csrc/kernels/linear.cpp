@@ -27,6 +27,7 @@ namespace {
 
 constexpr uint32_t kPartRecords = kPartBlocks * kRecordsPerBlock;
 constexpr uint32_t kItemsPerThread = 32;  // fewer groups a thread: items are parts of them
+constexpr size_t kInlineBytes = 128 << 10;    // a weight that is read sooner than other threads are woken
 constexpr uint32_t kChunkFloats = Linear::kChunkRows * kTileLanes;
 
 // values[i] = x[row, first + i] * factor for i < count, zero up to `padded`.
@@ -122,6 +123,10 @@ struct Linear::Impl {
   const std::function<void(int)> work;
 
   bool few_rows() const { return rows.num_rows <= kMaxDirectRows; }
+  // One thread alone, which takes the items of all.
+  bool reads_little() const {
+    return few_rows() && num_groups * group_bytes(weight.in_features, weight.format) <= kInlineBytes;
+  }
   const FormatKernels& kernels() const { return table.formats[static_cast<int>(weight.format)]; }
   const uint8_t* group_records(uint32_t group) const {
     return weight.records + group * group_bytes(weight.in_features, weight.format);
@@ -280,7 +285,11 @@ void Linear::run(const LinearWeight& weight, const LinearRows& rows, float* y) {
     turn.num_rows = std::min(most, rows.num_rows - first);
     turn.x = static_cast<const uint8_t*>(rows.x) + first * row_bytes;
     impl_->prepare(weight, turn, y + static_cast<size_t>(first) * weight.out_features);
-    impl_->pool.run(impl_->work);
+    if (impl_->reads_little()) {
+      impl_->work(0);
+    } else {
+      impl_->pool.run(impl_->work);
+    }
   }
 }
 

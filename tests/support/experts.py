@@ -39,7 +39,7 @@ class TorchExperts:
 
 
 class DictTensors:
-    """Host tensors from a dict of float32 tensors."""
+    """Host tensors from a dict."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
@@ -49,6 +49,9 @@ class DictTensors:
 
     def get(self, name: str) -> torch.Tensor:
         return self.tensors[name]
+
+    def stored_linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.weight_scale_inv")
 
     def linear(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         return self.tensors[f"{name}.weight"].to(dtype)

@@ -19,6 +19,7 @@ from duckllm.layers.linear import Linear, load_tensor
 from duckllm.layers.rope import rotate_half_split
 
 if TYPE_CHECKING:
+    from duckllm.layers.runtime import LinearRuntime
     from duckllm.weights.host_tensors import HostTensors
 
 KEY_NORM_EPS = 1e-6
@@ -55,15 +56,25 @@ class Indexer:
         rope_dim: int,
         topk: int,
         dtype: torch.dtype,
+        runtime: LinearRuntime | None = None,
     ) -> None:
         self.num_heads, self.head_dim, self.rope_dim, self.topk = num_heads, head_dim, rope_dim, topk
-        self.query = Linear.load(tensors, f"{prefix}.wq_b", num_heads * head_dim, q_lora_rank, dtype)
-        self.key = Linear.load(tensors, f"{prefix}.wk", head_dim, hidden_size, dtype)
+        self.query = Linear.load(
+            tensors, f"{prefix}.wq_b", num_heads * head_dim, q_lora_rank, dtype, runtime=runtime
+        )
+        self.key = Linear.load(tensors, f"{prefix}.wk", head_dim, hidden_size, dtype, runtime=runtime)
         self.key_norm_weight = load_tensor(tensors, f"{prefix}.k_norm.weight", (head_dim,), dtype)
         self.key_norm_bias = load_tensor(tensors, f"{prefix}.k_norm.bias", (head_dim,), dtype)
-        head_weights = Linear.load(tensors, f"{prefix}.weights_proj", num_heads, hidden_size, dtype)
         # Both constant factors of the score are positive, so they pass through the ReLU into the weights.
-        self.head_weights = Linear(head_weights.weight * (num_heads**-0.5 * head_dim**-0.5))
+        self.head_weights = Linear.load(
+            tensors,
+            f"{prefix}.weights_proj",
+            num_heads,
+            hidden_size,
+            dtype,
+            runtime=runtime,
+            factor=num_heads**-0.5 * head_dim**-0.5,
+        )
 
     def keys(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """The index keys of these tokens, to be cached.

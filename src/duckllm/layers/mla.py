@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from duckllm.layers.indexer import Indexer, select_topk
-from duckllm.layers.linear import Linear
+from duckllm.layers.linear import Linear, load_weight
 from duckllm.layers.norm import RMSNorm
 from duckllm.layers.rope import rotate_interleaved
 
 if TYPE_CHECKING:
+    from duckllm.layers.runtime import LinearRuntime
     from duckllm.weights.host_tensors import HostTensors
 
 LATENT_NORM_EPS = 1e-6
@@ -78,30 +79,52 @@ class MLAttention:
         logits.
     """
 
-    def __init__(self, tensors: HostTensors, prefix: str, shape: MLAShape, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        tensors: HostTensors,
+        prefix: str,
+        shape: MLAShape,
+        dtype: torch.dtype,
+        runtime: LinearRuntime | None = None,
+    ) -> None:
         s = self.shape = shape
         query_dim = s.qk_nope_head_dim + s.qk_rope_head_dim
         latent_dim = s.kv_lora_rank + s.qk_rope_head_dim
         bias = s.attention_bias
-        self.q_a = Linear.load(tensors, f"{prefix}.q_a_proj", s.q_lora_rank, s.hidden_size, dtype, bias)
+        self.q_a = Linear.load(
+            tensors, f"{prefix}.q_a_proj", s.q_lora_rank, s.hidden_size, dtype, bias, runtime=runtime
+        )
         self.q_a_norm = RMSNorm(tensors, f"{prefix}.q_a_layernorm", s.q_lora_rank, LATENT_NORM_EPS)
-        self.q_b = Linear.load(tensors, f"{prefix}.q_b_proj", s.num_heads * query_dim, s.q_lora_rank, dtype)
-        # The factor on query-key products is linear, so it goes into the weights.
-        self.q_b = Linear(self.q_b.weight * s.scaling)
+        # The factor on query-key products is linear, so the projection may have it.
+        self.q_b = Linear.load(
+            tensors,
+            f"{prefix}.q_b_proj",
+            s.num_heads * query_dim,
+            s.q_lora_rank,
+            dtype,
+            runtime=runtime,
+            factor=s.scaling,
+        )
         self.kv_a = Linear.load(
-            tensors, f"{prefix}.kv_a_proj_with_mqa", latent_dim, s.hidden_size, dtype, bias
+            tensors, f"{prefix}.kv_a_proj_with_mqa", latent_dim, s.hidden_size, dtype, bias, runtime=runtime
         )
         self.kv_a_norm = RMSNorm(tensors, f"{prefix}.kv_a_layernorm", s.kv_lora_rank, LATENT_NORM_EPS)
         self.o = Linear.load(
-            tensors, f"{prefix}.o_proj", s.hidden_size, s.num_heads * s.v_head_dim, dtype, bias
+            tensors,
+            f"{prefix}.o_proj",
+            s.hidden_size,
+            s.num_heads * s.v_head_dim,
+            dtype,
+            bias,
+            runtime=runtime,
         )
-        kv_b = Linear.load(
+        kv_b = load_weight(
             tensors,
             f"{prefix}.kv_b_proj",
             s.num_heads * (s.qk_nope_head_dim + s.v_head_dim),
             s.kv_lora_rank,
             dtype,
-        ).weight.view(s.num_heads, s.qk_nope_head_dim + s.v_head_dim, s.kv_lora_rank)
+        ).view(s.num_heads, s.qk_nope_head_dim + s.v_head_dim, s.kv_lora_rank)
         self.key_up = kv_b[:, : s.qk_nope_head_dim].contiguous()  # [heads, nope, kv_lora]
         self.value_up = kv_b[:, s.qk_nope_head_dim :].transpose(1, 2).contiguous()  # [heads, kv_lora, v]
         self.indexer = Indexer(
@@ -114,6 +137,7 @@ class MLAttention:
             rope_dim=s.qk_rope_head_dim,
             topk=s.index_topk,
             dtype=dtype,
+            runtime=runtime,
         )
 
     def __call__(

@@ -19,6 +19,7 @@ from duckllm.layers.linear import GatedMLP, Linear, load_tensor
 from duckllm.layers.mla import LatentCache, MLAShape, MLAttention
 from duckllm.layers.norm import RMSNorm
 from duckllm.layers.rope import RotaryTable
+from duckllm.layers.runtime import LinearRuntime
 from duckllm.moe.router import GroupLimitedRouter
 from duckllm.text.quiet import quiet_transformers
 from duckllm.weights.architectures import check_bounds
@@ -229,6 +230,21 @@ def _check_consistent(parsed: Any) -> None:
     require("mlp_layer_types", set(kinds) <= {"dense", "sparse"}, "dense or sparse for each layer")
 
 
+def _linear_runtime(config: DeepseekV32Config) -> LinearRuntime:
+    """The native linear layers' threads, as many as PyTorch has, and scratch for the widest input."""
+    shape = config.attention
+    return LinearRuntime.new(
+        max(
+            config.hidden_size,
+            config.intermediate_size,
+            config.moe_intermediate_size * config.n_shared_experts,
+            shape.q_lora_rank,
+            shape.num_heads * shape.v_head_dim,
+        ),
+        torch.get_num_threads(),
+    )
+
+
 class MoEBlock:
     """Routed experts, computed elsewhere, plus the shared expert, computed here meanwhile."""
 
@@ -240,6 +256,7 @@ class MoEBlock:
         config: DeepseekV32Config,
         experts: ExpertExecutor,
         dtype: torch.dtype,
+        runtime: LinearRuntime | None,
     ) -> None:
         self.layer, self.experts = layer, experts
         num_experts, hidden_size = config.n_routed_experts, config.hidden_size
@@ -255,7 +272,9 @@ class MoEBlock:
         self.shared: GatedMLP | None = None
         if config.n_shared_experts:
             shared_size = config.moe_intermediate_size * config.n_shared_experts
-            self.shared = GatedMLP(tensors, f"{prefix}.shared_experts", hidden_size, shared_size, dtype)
+            self.shared = GatedMLP(
+                tensors, f"{prefix}.shared_experts", hidden_size, shared_size, dtype, runtime
+            )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The block's output for tokens [T, H], without the residual."""
@@ -275,16 +294,17 @@ class DecoderLayer:
         config: DeepseekV32Config,
         experts: ExpertExecutor,
         dtype: torch.dtype,
+        runtime: LinearRuntime | None,
     ) -> None:
         prefix = f"model.layers.{layer}"
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_norm = RMSNorm(tensors, f"{prefix}.input_layernorm", size, eps)
-        self.attention = MLAttention(tensors, f"{prefix}.self_attn", config.attention, dtype)
+        self.attention = MLAttention(tensors, f"{prefix}.self_attn", config.attention, dtype, runtime)
         self.mlp_norm = RMSNorm(tensors, f"{prefix}.post_attention_layernorm", size, eps)
         self.mlp: MoEBlock | GatedMLP = (
-            MoEBlock(tensors, f"{prefix}.mlp", layer, config, experts, dtype)
+            MoEBlock(tensors, f"{prefix}.mlp", layer, config, experts, dtype, runtime)
             if config.is_moe_layer[layer]
-            else GatedMLP(tensors, f"{prefix}.mlp", size, config.intermediate_size, dtype)
+            else GatedMLP(tensors, f"{prefix}.mlp", size, config.intermediate_size, dtype, runtime)
         )
 
 
@@ -314,16 +334,16 @@ class DeepseekV32ForCausalLM:
     ) -> None:
         self.config, self.dtype, self.max_tokens = config, dtype, max_tokens
         vocabulary = (config.vocab_size, config.hidden_size)
-        self.embedding = load_tensor(tensors, "model.embed_tokens.weight", vocabulary, dtype)
+        runtime = _linear_runtime(config) if dtype == torch.float32 else None
+        # As it is stored: of each token one row is read, and converted then.
+        self.embedding = load_tensor(tensors, "model.embed_tokens.weight", vocabulary, None)
         self.layers = [
-            DecoderLayer(tensors, layer, config, experts, dtype) for layer in range(config.num_hidden_layers)
+            DecoderLayer(tensors, layer, config, experts, dtype, runtime)
+            for layer in range(config.num_hidden_layers)
         ]
         self.norm = RMSNorm(tensors, "model.norm", config.hidden_size, config.rms_norm_eps)
-        self.head = (
-            Linear(self.embedding)
-            if config.tie_word_embeddings
-            else Linear.load(tensors, "lm_head", *vocabulary, dtype)
-        )
+        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+        self.head = Linear.load(tensors, head, *vocabulary, dtype, runtime=runtime)
         self.rotary = RotaryTable(config.inv_freq, config.rope_attention_scaling, max_tokens)
 
     def new_kv_cache(self, max_tokens: int) -> LatentCache:
@@ -351,7 +371,7 @@ class DeepseekV32ForCausalLM:
         """
         positions = torch.arange(start, start + token_ids.shape[0])
         cos, sin = self.rotary.rows(positions)
-        hidden = F.embedding(token_ids, self.embedding)
+        hidden = F.embedding(token_ids, self.embedding).to(self.dtype)
         for index, layer in enumerate(self.layers):
             latents, index_keys = kv_cache.latents[index], kv_cache.index_keys[index]
             hidden = hidden + layer.attention(layer.input_norm(hidden), cos, sin, latents, index_keys, start)

@@ -86,6 +86,19 @@ class HostTensors:
             raise CheckpointError(f"{name}.weight: got {weight.dtype}, expected a floating type")
         return weight.to(dtype)
 
+    def stored_linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A linear layer's weight as it is stored, and the block scales of an FP8 one.
+
+        Shapes: [out, in]; scales: [ceil(out/128), ceil(in/128)] f32.
+
+        Raises:
+            CheckpointError: There is no such tensor.
+        """
+        weight = self.get(f"{name}.weight")
+        if self._info(f"{name}.weight").dtype != FP8:
+            return weight, None
+        return weight, self.get(self._scale_name(name)).float()
+
     def _info(self, name: str) -> TensorInfo:
         if name not in self._infos:
             raise CheckpointError(f"{self.folder}: {name}: no such tensor")
