@@ -8,7 +8,7 @@ The program
    the same tokens,
 2. measures in turns, a reply of ``--tokens`` tokens each, and takes medians: what else the machine does then
    falls on all alike,
-3. prints the ceiling that memory sets: the bytes that a token reads (host weights in float32, units of the
+3. prints the ceiling that memory sets: the bytes that a token reads (host weights, units of the
    chosen experts) at the speed of a plain read by one thread, measured in the same rounds. A small model is
    far below it: its time goes into starting several hundred small operations, and into waking workers. Other
    programs on the machine show as a gap between the fastest round and the median,
@@ -53,17 +53,28 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def bytes_per_token(folder: Path) -> tuple[int, int]:
-    """What one token reads: the host's float32 weights, and the units of its experts in all layers."""
+    """What one token reads: the host's weights, and the units of its experts in all layers.
+
+    The host reads FP8 and BF16 matrices as they are stored, and the rest in float32: norms, routers and the
+    key and value up-projections, and what a checkpoint stores in another type.
+    """
     manifest = Manifest.load(folder)
     config = json.loads((folder / "config.json").read_text())
     num_layers = config["num_hidden_layers"]
     used = ("model.norm", "lm_head", *(f"model.layers.{layer}." for layer in range(num_layers)))
     tensors = HostTensors(folder)
     names = [name for name in tensors.names() if name.startswith(used) and "scale" not in name]
-    host = sum(4 * math.prod(tensors.shape(name)) for name in names)
+    host = sum(_bytes_read(tensors, name) for name in names)
     moe_layers = sum(layer < num_layers for layer in manifest.expert_layers)
     experts = moe_layers * manifest.num_experts_per_tok * manifest.num_stripes * manifest.unit_bytes
     return host, experts
+
+
+def _bytes_read(tensors: HostTensors, name: str) -> int:
+    size = math.prod(tensors.shape(name))
+    if "norm" in name or name.endswith(("mlp.gate.weight", "kv_b_proj.weight")):
+        return 4 * size
+    return min(tensors.get(name).element_size(), 4) * size
 
 
 def read_gb_per_s(memory: np.ndarray) -> float:

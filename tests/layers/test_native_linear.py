@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from duckllm.errors import CheckpointError
+from duckllm.errors import CheckpointError, ConfigError
 from duckllm.layers.linear import GatedMLP, Linear
 from duckllm.layers.runtime import LinearRuntime
 from duckllm.weights.host_tensors import dequantise_blocks
@@ -67,6 +67,12 @@ def test_gated_mlp_rows_are_the_same_bits_in_any_company(
     torch.testing.assert_close(whole.double(), exact, rtol=1e-4, atol=1e-4 * float(exact.abs().max()))
     for sizes in ([1] * 37, [8, 8, 8, 8, 5], [9, 28]):
         assert torch.equal(torch.cat([mlp(part) for part in x.split(sizes)]), whole)
+
+
+def test_an_unknown_instruction_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DUCK_FORCE_ISA", "sse9")
+    with pytest.raises(ConfigError, match="DUCK_FORCE_ISA: got 'sse9', expected one of scalar"):
+        LinearRuntime.new(64, 1)
 
 
 def test_nan_weights_name_their_tensor(runtime: LinearRuntime) -> None:

@@ -5,6 +5,7 @@ Called by the models, which make one and hand it to their layers; knows arrays a
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from duckllm import _native
+from duckllm.errors import ConfigError
 
 # Rows that the scratch memory holds; a longer step is taken by turns.
 PANEL_ROWS = 256
@@ -44,10 +46,19 @@ class LinearRuntime:
         """A runtime for weights [any, up to ``max_in_features``].
 
         Raises:
-            ValueError: DUCK_FORCE_ISA names no instruction set, or one that this machine lacks.
+            ConfigError: DUCK_FORCE_ISA names no instruction set, or one that this machine lacks.
         """
+        try:
+            isa = _native.select_isa()
+        except ValueError as error:
+            known = "one of " + ", ".join(_native.available_isas())
+            raise ConfigError("DUCK_FORCE_ISA", os.environ.get("DUCK_FORCE_ISA"), known) from error
         native = _native.LinearRuntime(
-            PANEL_ROWS, max(max_in_features, _TRIAL_SHAPE[1]), num_threads, SPIN_US if num_threads > 1 else 0
+            PANEL_ROWS,
+            max(max_in_features, _TRIAL_SHAPE[1]),
+            num_threads,
+            SPIN_US if num_threads > 1 else 0,
+            isa,
         )
         return cls(native, _faster_format(native))
 
