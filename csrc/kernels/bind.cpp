@@ -97,7 +97,6 @@ class PyExperts {
       rows.topk_ids = ids + step * tokens * top_k;
       const auto start = std::chrono::steady_clock::now();
       if (compute) {
-        const std::optional<OnCore> on_core = keep_on_core();
         experts_.run(layer, rows, y);
       } else {
         experts_.read_units(layer, rows);

@@ -5,7 +5,6 @@ Called by points.py (two points under the roofline) and kernel.py (the grid of `
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -159,9 +158,6 @@ def _random_codes(shape: SliceShape, seed: int) -> ExpertWeights:
 class ExpertStep:
     """Steps of T rows on experts that are in no cache, and plain reads of the same units in turn.
 
-    Each thread keeps a core of its own while it is timed: a woken thread is else often put on the waker's
-    core, while another core is idle.
-
     Args:
         random: Where the experts come from.
         units: What ``random.fill`` gave, several times the last-level cache.
@@ -192,7 +188,6 @@ class ExpertStep:
         self._random, self._units, self.top_k = random, units, top_k
         self.num_tokens, self._layer_experts, self._hot = num_tokens, layer_experts, hot
         shape = random.shape
-        threads_before = _thread_ids()
         self.experts = _native.Experts(
             hidden_size=shape.hidden_size,
             intermediate_size=shape.channels,
@@ -207,9 +202,6 @@ class ExpertStep:
             format=weight_format,
             pin_threads=True,
         )
-        self._cores = sorted(os.sched_getaffinity(0))
-        for number, thread in enumerate(sorted(_thread_ids() - threads_before)):
-            os.sched_setaffinity(thread, {self._cores[(number + 1) % len(self._cores)]})
         self._x = random_rows(range(num_tokens), shape.hidden_size)
         self._rng = np.random.default_rng(num_tokens)
         self._weights = self._rng.uniform(0.1, 1.0, (num_tokens, top_k)).astype(np.float32)
@@ -236,11 +228,7 @@ class ExpertStep:
         return np.ascontiguousarray(start + order[:, : self.top_k], dtype=np.int32)
 
     def _time(self, ids: I32, compute: bool) -> list[float]:
-        os.sched_setaffinity(0, self._cores[:1])
-        try:
-            return self.experts.time_steps(self._units, self._x, ids, self._weights, self._y, compute)
-        finally:
-            os.sched_setaffinity(0, self._cores)
+        return self.experts.time_steps(self._units, self._x, ids, self._weights, self._y, compute)
 
     def bytes_of(self, ids: I32) -> int:
         """Bytes of the units that a step with these ids [T, K] reads."""
@@ -277,10 +265,6 @@ class ExpertStep:
             seconds.extend(self._time(ids, compute)[1:])
             sizes.extend(self.bytes_of(each) for each in ids[1:])
         time.sleep(2e-6 * SPIN_US)  # the threads go to sleep, and the cores are free for what is next
-
-
-def _thread_ids() -> set[int]:
-    return {int(name) for name in os.listdir("/proc/self/task")}
 
 
 def gb_per_s(sizes: Sequence[int], seconds: Sequence[float]) -> float:

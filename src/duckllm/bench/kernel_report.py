@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from duckllm.bench.kernel import SAME, SHAPES, KernelLine, KernelRun, derived
-from duckllm.bench.machine import commit, cpu_name
+from duckllm.bench.machine import OtherLoad, commit, cpu_name
 from duckllm.bench.points import Point
 from duckllm.bench.roofline import QUIET_CORES
 from duckllm.config import available_cores
@@ -35,16 +35,14 @@ KERNEL_CAVEATS = (
 MOST_POINTS = 12
 
 
-def notes_of(run: KernelRun) -> list[str]:
-    """What is particular about this run."""
-    notes = list(run.notes)
-    load = run.other_load
-    if load.programs + load.hypervisor > QUIET_CORES:
-        notes.append(
-            f"NOT ALONE: meanwhile other programs used {load.programs:.2f} cores and other virtual machines "
-            f"took {load.hypervisor:.2f}; the fastest samples say more then."
-        )
-    return notes
+def alone_notes(load: OtherLoad) -> list[str]:
+    """Whether something else used the machine meanwhile."""
+    if load.programs + load.hypervisor <= QUIET_CORES:
+        return []
+    return [
+        f"NOT ALONE: meanwhile other programs used {load.programs:.2f} cores and other virtual machines took "
+        f"{load.hypervisor:.2f}; the fastest samples say more then."
+    ]
 
 
 def run_json(run: KernelRun) -> dict[str, object]:
@@ -70,7 +68,7 @@ def run_json(run: KernelRun) -> dict[str, object]:
         "fma_gflop_per_s": round(run.fma_gflop_per_s, 2),
         "lines": [line_json(line) for line in run.lines],
         "derived": list(derived(run.lines)),
-        "notes": notes_of(run),
+        "notes": [*run.notes, *alone_notes(run.other_load)],
     }
 
 
@@ -106,7 +104,7 @@ def print_kernels(run: KernelRun, console: Console) -> None:
         f"{commit()}. Multiply-add peak {run.fma_gflop_per_s:.0f} GFLOP/s. Medians of {run.config.repeats} "
         "rounds. Every line was verified against float64."
     )
-    for note in notes_of(run):
+    for note in [*run.notes, *alone_notes(run.other_load)]:
         console.print(note)
     facts = list(derived(run.lines))
     for name in dict.fromkeys(line.cell.shape for line in run.lines):

@@ -28,6 +28,13 @@ Examples:
   duckllm bench kernel --full --json --save benchmarks/results/mine.jsonl
 """
 
+ABLATION_EXAMPLES = """\b
+Examples:
+  pip install -e . -C cmake.define.DUCK_BUILD_ABLATION=ON
+  duckllm bench ablation
+  duckllm bench ablation --isa avx2 --channels 64 --json
+"""
+
 bench = typer.Typer(name="bench", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 
@@ -152,7 +159,45 @@ def kernel(
         write_plot(plot, title, *roofs(measured), plot_points(measured.lines))
     if not as_json:
         print_kernels(measured, Console(soft_wrap=False, highlight=False, markup=False))
-    line = json.dumps(run_json(measured))
+    print_line(run_json(measured), save)
+
+
+@bench.command("ablation", epilog=ABLATION_EXAMPLES)
+def ablation(
+    channels: Annotated[str, typer.Option(help="Channels of the slices, multiples of 16.")] = "64,128",
+    threads: Annotated[int, typer.Option(help="Threads; 0 takes all cores.")] = 0,
+    isa: Annotated[str, typer.Option(help="Instruction set: auto, avx2 or avx512.")] = "auto",
+    repeats: Annotated[int, typer.Option(help="Rounds, 9 or more.")] = 51,
+    save: Annotated[
+        Path | None, typer.Option(help="Append the JSON line to this file.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON line only.")] = False,
+) -> None:
+    """Measure what was left out of the expert kernels, each idea beside what is in them.
+
+    Needs a module that is not part of the package; the first example builds it from a checkout. Every
+    variant is verified against the kernels first, then all take turns. Takes a minute or so.
+    """
+    from rich.console import Console
+
+    from duckllm.bench.ablation import AblationConfig, load_module, measure_ablation
+    from duckllm.bench.ablation_report import ablation_json, print_ablation
+    from duckllm.cli.common import Waiting
+
+    config = AblationConfig(parse_numbers("channels", channels), threads, isa, repeats)
+    load_module()
+    if save is not None:
+        check_save(save)
+    with Waiting("Measuring", after_s=0.5):
+        measured = measure_ablation(config)
+    if not as_json:
+        print_ablation(measured, Console(soft_wrap=False, highlight=False, markup=False))
+    print_line(ablation_json(measured), save)
+
+
+def print_line(values: dict[str, object], save: Path | None) -> None:
+    """Prints a result as one line of JSON, and appends it to a file."""
+    line = json.dumps(values)
     if save is not None:
         with save.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
