@@ -53,13 +53,28 @@ struct LaneKernels {
                                        const float* const (&x)[kRows], Floats (&even)[kParts * kVecs][kRows],
                                        Floats (&odd)[kParts * kVecs][kRows]) {
     constexpr int kStreams = kParts * kVecs;
+    // Decoding by multiplication takes fewest operations, but from the units that many rows' FMAs need.
+    constexpr bool kSpareMultipliers = kRows > 2;
     // Unrolled whole: the shift of the signs is then a constant.
 #pragma GCC unroll 16
     for (int pair = 0; pair < kNum; ++pair) {
+      if constexpr (kRows == 1) {  // stream by stream: fewer registers at once
+        const Floats first = Lanes::broadcast(x[0][2 * pair]);
+        const Floats second = Lanes::broadcast(x[0][2 * pair + 1]);
+#pragma GCC unroll 4
+        for (int s = 0; s < kStreams; ++s) {
+          Floats low, high;
+          F::template decode<false>(records[s / kVecs], kFirst + pair, vector + s % kVecs, low, high);
+          even[s][0] = Lanes::fma(low, first, even[s][0]);
+          odd[s][0] = Lanes::fma(high, second, odd[s][0]);
+        }
+        continue;
+      }
       Floats low[kStreams], high[kStreams];
 #pragma GCC unroll 4
       for (int s = 0; s < kStreams; ++s) {
-        F::decode(records[s / kVecs], kFirst + pair, vector + s % kVecs, low[s], high[s]);
+        F::template decode<kSpareMultipliers>(records[s / kVecs], kFirst + pair, vector + s % kVecs, low[s],
+                                              high[s]);
       }
 #pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) {
@@ -251,7 +266,7 @@ struct LaneKernels {
 #pragma GCC unroll 16
       for (int pair = 0; pair < kNum; ++pair) {
         Floats low, high;
-        F::decode(record, kFirst + pair, vector, low, high);
+        F::template decode<false>(record, kFirst + pair, vector, low, high);
         float* to = tile + pair * kTileLanes + vector * kLanes;
         Lanes::store(to, low);
         Lanes::store(to + static_cast<size_t>(half_rows) * kTileLanes, high);

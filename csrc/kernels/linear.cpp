@@ -26,8 +26,8 @@ namespace duck {
 namespace {
 
 constexpr uint32_t kPartRecords = kPartBlocks * kRecordsPerBlock;
-constexpr uint32_t kItemsPerThread = 32;  // fewer groups a thread: items are parts of them
-constexpr size_t kInlineBytes = 128 << 10;    // a weight that is read sooner than other threads are woken
+constexpr uint32_t kItemsPerThread = 32;    // fewer groups a thread: items are parts of them
+constexpr size_t kInlineBytes = 128 << 10;  // a weight that is read sooner than other threads are woken
 constexpr uint32_t kChunkFloats = Linear::kChunkRows * kTileLanes;
 
 // values[i] = x[row, first + i] * factor for i < count, zero up to `padded`.

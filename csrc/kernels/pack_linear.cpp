@@ -12,7 +12,7 @@ namespace {
 void pack_words(const uint16_t* words, size_t stride, size_t rows, size_t lanes, uint8_t* record) {
   for (size_t lane = 0; lane < lanes; ++lane) {
     for (size_t row = 0; row < rows; ++row) {
-      const int index = weight_index(static_cast<int>(row), static_cast<int>(lane));
+      const int index = bf16_index(static_cast<int>(row), static_cast<int>(lane));
       std::memcpy(record + 2 * index, words + lane * stride + row, 2);
     }
   }

@@ -9,9 +9,10 @@
 namespace duck {
 namespace {
 
-constexpr int kPairBytes = 2 * kStripeChannels;  // a pair of rows: two vectors
-constexpr int kPairs = kRecordRows / 2;
-constexpr int kNumSmall = 8;  // zero and e4m3's subnormals
+constexpr int kRowsAtOnce =
+    4;  // of a lane: four bytes side by side, of which a vector holds those of four lanes
+constexpr int kStep = kRowsAtOnce * kStripeChannels;  // bytes from four rows to the next four
+constexpr int kNumSmall = 8;                          // zero and e4m3's subnormals
 constexpr uint8_t kSmallMagnitudes[kNumSmall] = {0x00, 0x70, 0x78, 0x7c, 0x80, 0x82, 0x84, 0x86};
 constexpr uint8_t kFirstNormalCode = 8, kBiasStep = 0x80;  // normal magnitude = code + kBiasStep
 constexpr uint8_t kSign = 0x80, kNan = 0x7f;
@@ -49,43 +50,37 @@ __m128i magnitudes_of(__m128i codes) {
   return magnitudes;
 }
 
-// Byte i of a pair of rows has its signs in bytes 2i + 1 (pairs 0 to 7) and 2i (pairs 8 to 15) of the sign
-// words, the first pair's at the highest bit.
+// In each half of a lane's sign word the first of four rows is at bit 15 and the second at bit 14, and so on
+// downwards; their bytes in the record have the signs at bits 7 and 15 of the same half.
 bool fp8_from_fp9(const uint8_t* record, uint8_t* out) {
-  const uint8_t* words = record + kRecordWeights;
   __m128i bad = _mm_setzero_si128();
-  for (int half = 0; half < kPairBytes; half += 16) {
-    const __m128i first = load(words + 2 * half), second = load(words + 2 * half + 16);
-    const __m128i low = _mm_set1_epi16(0xff);
-    __m128i signs[2] = {
-        _mm_packus_epi16(_mm_srli_epi16(first, 8), _mm_srli_epi16(second, 8)),
-        _mm_packus_epi16(_mm_and_si128(first, low), _mm_and_si128(second, low)),
-    };
-    for (int pair = 0; pair < kPairs; ++pair) {
-      __m128i& next = signs[pair / (kPairs / 2)];
-      const __m128i codes = codes_of(load(record + pair * kPairBytes + half), bad);
-      store(out + pair * kPairBytes + half, _mm_or_si128(codes, _mm_and_si128(next, all(kSign))));
-      next = _mm_add_epi8(next, next);
+  for (int lanes = 0; lanes < kStep; lanes += 16) {
+    __m128i words = load(record + kRecordWeights + lanes);
+    for (int i = lanes; i < kRecordWeights; i += kStep) {
+      const __m128i first = _mm_and_si128(_mm_srli_epi16(words, 8), _mm_set1_epi16(kSign));
+      const __m128i second = _mm_and_si128(_mm_slli_epi16(words, 1), _mm_set1_epi16(INT16_MIN));
+      const __m128i codes = codes_of(load(record + i), bad);
+      store(out + i, _mm_or_si128(codes, _mm_or_si128(first, second)));
+      words = _mm_slli_epi16(words, 2);
     }
   }
   return !any(bad);
 }
 
 bool fp9_from_fp8(const uint8_t* record, uint8_t* out) {
-  uint8_t* words = out + kRecordWeights;
   __m128i bad = _mm_setzero_si128();
-  for (int half = 0; half < kPairBytes; half += 16) {
-    __m128i signs[2] = {_mm_setzero_si128(), _mm_setzero_si128()};
-    for (int pair = 0; pair < kPairs; ++pair) {
-      __m128i& next = signs[pair / (kPairs / 2)];
-      const __m128i bytes = load(record + pair * kPairBytes + half);
+  for (int lanes = 0; lanes < kStep; lanes += 16) {
+    __m128i words = _mm_setzero_si128();
+    for (int i = lanes; i < kRecordWeights; i += kStep) {
+      const __m128i bytes = load(record + i);
       const __m128i codes = _mm_andnot_si128(all(kSign), bytes);
       bad = _mm_or_si128(bad, _mm_cmpeq_epi8(codes, all(kNan)));
-      store(out + pair * kPairBytes + half, magnitudes_of(codes));
-      next = _mm_sub_epi8(_mm_add_epi8(next, next), at_least(bytes, kSign));
+      store(out + i, magnitudes_of(codes));
+      const __m128i first = _mm_and_si128(_mm_srli_epi16(bytes, 6), _mm_set1_epi16(2));
+      const __m128i second = _mm_srli_epi16(bytes, 15);
+      words = _mm_or_si128(_mm_slli_epi16(words, 2), _mm_or_si128(first, second));
     }
-    store(words + 2 * half, _mm_unpacklo_epi8(signs[1], signs[0]));
-    store(words + 2 * half + 16, _mm_unpackhi_epi8(signs[1], signs[0]));
+    store(out + kRecordWeights + lanes, words);
   }
   return !any(bad);
 }

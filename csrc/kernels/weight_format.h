@@ -2,8 +2,9 @@
 // specification; src/duckllm/weights/ has the numpy twins.
 //
 // A matrix is stored as records of 32 rows of 16 lanes; a *row* is what x (or an activation) runs along, a
-// lane is an output. Rows 2p and 2p + 1 of a lane lie side by side, so that a kernel widens both at once into
-// the two halves of a 32-bit lane, where each is the upper half of an f32.
+// lane is an output. Four rows of a lane lie side by side, in the order 0, 2, 1, 3 where they are bytes: one
+// multiplication then puts rows 0 and 1 of every lane, a *pair*, into the two halves of its 32 bits, another
+// rows 2 and 3; each half is the upper half of an f32.
 //
 //   fp9   512 magnitude bytes (5 exponent bits, 3 mantissa bits, no subnormals; 0 is zero), then 16 words of
 //         sign bits. A byte shifted left by 20 is the bit pattern of an f32 that equals |w| * 2^-104; an
@@ -43,8 +44,14 @@ inline constexpr size_t record_bytes(WeightFormat format) {
 // ones in the upper half, the first of each at its half's highest bit.
 inline constexpr int sign_bit(int row) { return 16 * (row & 1) + 15 - row / 2; }
 
-// Place of row `row`, lane `lane` among the record's weights.
+// Place of row `row`, lane `lane` among the weights of a record of bytes (fp9, fp8).
 inline constexpr int weight_index(int row, int lane) {
+  constexpr int kPlaces[4] = {0, 2, 1, 3};
+  return 4 * kStripeChannels * (row / 4) + 4 * lane + kPlaces[row % 4];
+}
+
+// The same for bf16, whose pairs lie side by side as they are.
+inline constexpr int bf16_index(int row, int lane) {
   return 2 * kStripeChannels * (row / 2) + 2 * lane + (row & 1);
 }
 

@@ -33,7 +33,7 @@ def read_weight(unit: np.ndarray, hidden: int, which: str, index: int, channel: 
         record = 2 * block + (which == "up")
     start = scale_bytes + 576 * record
     sign_word = int.from_bytes(unit[start + 512 + 4 * lane : start + 516 + 4 * lane].tobytes(), "little")
-    magnitude = unit[start + 32 * (row // 2) + 2 * lane + row % 2]
+    magnitude = unit[start + 64 * (row // 4) + 4 * lane + (0, 2, 1, 3)[row % 4]]
     return value_of(int(magnitude), (sign_word >> (16 * (row % 2) + 15 - row // 2)) & 1)
 
 

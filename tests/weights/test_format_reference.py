@@ -104,11 +104,11 @@ def test_places_of_single_weights() -> None:
     assert units.shape == (3, 64 + 9 * 576)
     unit = units[1].copy()
     records = unit[64:].reshape(9, 576)
-    assert records[4, 3 * 32 + 2 * 5] == 0xB8  # gate: row block 2, row 6, lane 5
+    assert records[4, 1 * 64 + 4 * 5 + 1] == 0xB8  # gate: row block 2, row 6, lane 5
     assert records[4, 512 + 5 * 4 :][:4].view("<u4")[0] == 1 << (15 - 3)
-    assert records[3, 2 * 5 + 1] == 0xB9  # up: row block 1, row 1
+    assert records[3, 4 * 5 + 2] == 0xB9  # up: row block 1, row 1
     assert (
-        records[8, 2 * 32 + 2 * 6 + 1] == 0xBA
+        records[8, 1 * 64 + 4 * 6 + 2] == 0xBA
     )  # down: row block 2, tile 0, row = channel 5, lane = output 6
     assert records[8, 512 + 6 * 4 :][:4].view("<u4")[0] == 1 << (16 + 15 - 2)
     records[:] = 0
@@ -126,7 +126,7 @@ def test_places_of_single_fp8_weights() -> None:
     units = pack_expert_units(ExpertWeights(gate, up, down, *ones), "fp8")
     assert units.shape == (3, 64 + 9 * 512)
     records = units[1, 64:].reshape(9, 512)
-    places = {(4, 3 * 32 + 2 * 5): 0xB8, (3, 2 * 5 + 1): 0x39, (8, 2 * 32 + 2 * 6 + 1): 0x83}
+    places = {(4, 1 * 64 + 4 * 5 + 1): 0xB8, (3, 4 * 5 + 2): 0x39, (8, 1 * 64 + 4 * 6 + 2): 0x83}
     for (record, place), code in places.items():
         assert records[record, place] == code
     assert np.count_nonzero(units[:, 64:]) == 3

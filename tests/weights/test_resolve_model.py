@@ -49,6 +49,16 @@ def test_a_checkpoint_is_converted_into_the_cache(tmp_path: Path, cache: Path) -
     assert Manifest.load(changed).model_hash != Manifest.load(folder).model_hash
 
 
+def test_a_conversion_of_an_older_version_is_left_alone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that changes the format converts again, beside what the old one made."""
+    with monkeypatch.context() as older:
+        older.setattr("duckllm.weights.resolve.FORMAT_VERSION", 1)
+        old = resolve_model(None)
+    new = resolve_model(None)
+    assert new != old
+    assert {old, new} == set(cache.iterdir())
+
+
 def test_a_converted_folder_is_used_as_it_is(tmp_path: Path, cache: Path) -> None:
     make_checkpoint(tmp_path / "src")
     convert(tmp_path / "src", tmp_path / "dst")

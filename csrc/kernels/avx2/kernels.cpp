@@ -11,7 +11,7 @@ struct Lanes {
   // 16 registers: with three or four rows one vector at a time, which decodes no weight twice.
   static constexpr int kBlockRows = 4;
   static constexpr int kTileRows = 6;  // 12 sums
-  static constexpr int parts_at_once(int) { return 1; }
+  static constexpr int parts_at_once(int rows) { return rows == 1 ? 2 : 1; }
   static constexpr int vectors_at_once(int rows) { return rows <= 2 ? 2 : 1; }
 
   // The two f32 of each lane from 16-bit words that are their upper halves, the first row in the lower one.
@@ -19,29 +19,46 @@ struct Lanes {
     low = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
     high = _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
   }
-  static DUCK_INLINE __m128i load_bytes(const uint8_t* record, int pair, int vector) {
-    return _mm_loadu_si128(
-        reinterpret_cast<const __m128i*>(record + 2 * kStripeChannels * pair + 2 * kLanes * vector));
+  static DUCK_INLINE __m256i load_rows(const uint8_t* record, int pair, int vector) {
+    return _mm256_loadu_si256(
+        reinterpret_cast<const __m256i*>(record + 4 * kStripeChannels * (pair / 2) + 4 * kLanes * vector));
+  }
+  // Multiplies the bytes of the pair by 16 and the others by 0.
+  static DUCK_INLINE __m256i factors(int pair) {
+    return _mm256_set1_epi16(static_cast<int16_t>(pair % 2 == 0 ? 16 : 16 << 8));
   }
 
   struct Fp9 {
     static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kFp9);
     static constexpr float kPostscale = sum_postscale(WeightFormat::kFp9);
+    template <bool kSpareMultipliers>
     static DUCK_INLINE void decode(const uint8_t* record, int pair, int vector, Floats& low, Floats& high) {
-      const __m256i magnitudes = _mm256_slli_epi16(_mm256_cvtepu8_epi16(load_bytes(record, pair, vector)), 4);
-      const __m256i signs = _mm256_slli_epi16(
-          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(record + kRecordWeights + 4 * kLanes * vector)),
-          pair);
-      const __m256i sign = _mm256_and_si256(signs, _mm256_set1_epi16(INT16_MIN));
-      split(_mm256_or_si256(magnitudes, sign), low, high);
+      const __m256i rows = load_rows(record, pair, vector);
+      __m256i magnitudes;
+      if constexpr (kSpareMultipliers) {
+        const __m256i moved = pair % 2 == 0 ? _mm256_slli_epi16(rows, 4) : _mm256_srli_epi16(rows, 4);
+        magnitudes = _mm256_and_si256(moved, _mm256_set1_epi16(0x0ff0));
+      } else {
+        magnitudes = _mm256_maddubs_epi16(rows, factors(pair));
+      }
+      const auto* words = reinterpret_cast<const __m256i*>(record + kRecordWeights + 4 * kLanes * vector);
+      const __m256i signs = _mm256_slli_epi16(_mm256_loadu_si256(words), pair);
+      split(_mm256_or_si256(magnitudes, _mm256_and_si256(signs, _mm256_set1_epi16(INT16_MIN))), low, high);
     }
   };
 
   struct Fp8 {
     static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kFp8);
     static constexpr float kPostscale = sum_postscale(WeightFormat::kFp8);
+    template <bool kSpareMultipliers>
     static DUCK_INLINE void decode(const uint8_t* record, int pair, int vector, Floats& low, Floats& high) {
-      const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_bytes(record, pair, vector)), 4);
+      const __m256i rows = load_rows(record, pair, vector);
+      __m256i words;  // sign-extended bytes times 16
+      if constexpr (kSpareMultipliers) {
+        words = _mm256_srai_epi16(pair % 2 == 0 ? _mm256_slli_epi16(rows, 8) : rows, 4);
+      } else {
+        words = _mm256_maddubs_epi16(factors(pair), rows);
+      }
       split(_mm256_and_si256(words, _mm256_set1_epi16(static_cast<int16_t>(0x87f0))), low, high);
     }
   };
@@ -49,6 +66,7 @@ struct Lanes {
   struct Bf16 {
     static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kBf16);
     static constexpr float kPostscale = sum_postscale(WeightFormat::kBf16);
+    template <bool>
     static DUCK_INLINE void decode(const uint8_t* record, int pair, int vector, Floats& low, Floats& high) {
       split(_mm256_loadu_si256(
                 reinterpret_cast<const __m256i*>(record + 4 * kStripeChannels * pair + 4 * kLanes * vector)),

@@ -20,34 +20,55 @@ struct Lanes {
     high = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
   }
 
+  static DUCK_INLINE __m512i load_rows(const uint8_t* record, int pair) {
+    return _mm512_loadu_si512(record + 4 * kStripeChannels * (pair / 2));
+  }
+  // Multiplies the bytes of the pair by 16 and the others by 0.
+  static DUCK_INLINE __m512i factors(int pair) {
+    return _mm512_set1_epi16(static_cast<int16_t>(pair % 2 == 0 ? 16 : 16 << 8));
+  }
+
   struct Fp9 {
     static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kFp9);
     static constexpr float kPostscale = sum_postscale(WeightFormat::kFp9);
+    template <bool kSpareMultipliers>
     static DUCK_INLINE void decode(const uint8_t* record, int pair, int, Floats& low, Floats& high) {
-      const __m512i bytes = _mm512_cvtepu8_epi16(
-          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(record + 2 * kStripeChannels * pair)));
+      const __m512i rows = load_rows(record, pair);
       const __m512i signs = _mm512_slli_epi16(_mm512_loadu_si512(record + kRecordWeights), pair);
+      __m512i magnitudes;
+      if constexpr (kSpareMultipliers) {
+        const __m512i moved = pair % 2 == 0 ? _mm512_slli_epi16(rows, 4) : _mm512_srli_epi16(rows, 4);
+        magnitudes = _mm512_and_si512(moved, _mm512_set1_epi16(0x0ff0));
+      } else {
+        magnitudes = _mm512_maddubs_epi16(rows, factors(pair));
+      }
       constexpr int kFirstOrSecondAndThird = 0xf8;  // a | (b & c)
-      const __m512i words = _mm512_ternarylogic_epi32(_mm512_slli_epi16(bytes, 4), signs,
-                                                      _mm512_set1_epi16(INT16_MIN), kFirstOrSecondAndThird);
-      split(words, low, high);
+      split(
+          _mm512_ternarylogic_epi32(magnitudes, signs, _mm512_set1_epi16(INT16_MIN), kFirstOrSecondAndThird),
+          low, high);
     }
   };
 
   struct Fp8 {
     static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kFp8);
     static constexpr float kPostscale = sum_postscale(WeightFormat::kFp8);
+    template <bool kSpareMultipliers>
     static DUCK_INLINE void decode(const uint8_t* record, int pair, int, Floats& low, Floats& high) {
-      const __m512i words = _mm512_cvtepi8_epi16(
-          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(record + 2 * kStripeChannels * pair)));
-      split(_mm512_and_si512(_mm512_slli_epi16(words, 4), _mm512_set1_epi16(static_cast<int16_t>(0x87f0))),
-            low, high);
+      const __m512i rows = load_rows(record, pair);
+      __m512i words;  // sign-extended bytes times 16
+      if constexpr (kSpareMultipliers) {
+        words = _mm512_srai_epi16(pair % 2 == 0 ? _mm512_slli_epi16(rows, 8) : rows, 4);
+      } else {
+        words = _mm512_maddubs_epi16(factors(pair), rows);
+      }
+      split(_mm512_and_si512(words, _mm512_set1_epi16(static_cast<int16_t>(0x87f0))), low, high);
     }
   };
 
   struct Bf16 {
     static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kBf16);
     static constexpr float kPostscale = sum_postscale(WeightFormat::kBf16);
+    template <bool>
     static DUCK_INLINE void decode(const uint8_t* record, int pair, int, Floats& low, Floats& high) {
       split(_mm512_loadu_si512(record + 4 * kStripeChannels * pair), low, high);
     }

@@ -24,7 +24,7 @@ float from_bits(uint32_t bits) {
 // w * 2^-104 for fp9, w * 2^-120 for fp8, w for bf16.
 template <WeightFormat kFormat>
 float decode(const uint8_t* record, int row, int lane) {
-  const int index = weight_index(row, lane);
+  const int index = kFormat == WeightFormat::kBf16 ? bf16_index(row, lane) : weight_index(row, lane);
   if constexpr (kFormat == WeightFormat::kFp9) {
     uint32_t signs;
     std::memcpy(&signs, record + kRecordWeights + 4 * lane, 4);

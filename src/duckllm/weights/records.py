@@ -1,4 +1,4 @@
-"""What the records of every weight format have in common: 32 rows of 16 lanes, rows in pairs.
+"""What the records of every weight format have in common: 32 rows of 16 lanes, four rows side by side.
 
 The numpy twin of csrc/kernels/weight_format.h; docs/weight-format.md is the specification.
 """
@@ -10,16 +10,18 @@ from duckllm.weights.e4m3 import U8
 STRIPE_CHANNELS = 16
 RECORD_ROWS = 32
 RECORD_WEIGHTS = RECORD_ROWS * STRIPE_CHANNELS
+# Where the bytes of four rows of a lane lie; the permutation is its own inverse.
+_PLACES = [0, 2, 1, 3]
 
 
 def interleave(rows: U8) -> U8:
-    """A record's bytes in the order of the file: rows 2p and 2p + 1 of a lane side by side.
+    """A record's bytes in the order of the file: four rows of a lane side by side, as 0, 2, 1, 3.
 
     Shapes: rows: [..., 32, 16] u8; result: [..., 512] u8.
     """
     lead = rows.shape[:-2]
-    pairs = rows.reshape(*lead, RECORD_ROWS // 2, 2, STRIPE_CHANNELS).swapaxes(-1, -2)
-    return pairs.reshape(*lead, RECORD_WEIGHTS)
+    fours = rows.reshape(*lead, RECORD_ROWS // 4, 4, STRIPE_CHANNELS)[..., _PLACES, :].swapaxes(-1, -2)
+    return fours.reshape(*lead, RECORD_WEIGHTS)
 
 
 def rows_of(record: U8) -> U8:
@@ -28,5 +30,5 @@ def rows_of(record: U8) -> U8:
     Shapes: record: [..., 512] u8; result: [..., 32, 16] u8.
     """
     lead = record.shape[:-1]
-    pairs = record.reshape(*lead, RECORD_ROWS // 2, STRIPE_CHANNELS, 2)
-    return pairs.swapaxes(-1, -2).reshape(*lead, RECORD_ROWS, STRIPE_CHANNELS)
+    fours = record.reshape(*lead, RECORD_ROWS // 4, STRIPE_CHANNELS, 4)[..., _PLACES]
+    return fours.swapaxes(-1, -2).reshape(*lead, RECORD_ROWS, STRIPE_CHANNELS)

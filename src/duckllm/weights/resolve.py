@@ -1,7 +1,7 @@
 """From what a user calls a model to the folder of a converted one, converting once where that is needed.
 
 Called by the host and by commands that take a model. Conversions go into the model cache, a folder a model,
-named by the checkpoint's name and fingerprint: a changed checkpoint gets a folder of its own.
+named by the checkpoint's name and fingerprint and the format's version: what changed gets a folder of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from duckllm.weights.checkpoint import Checkpoint
 from duckllm.weights.console import ConsoleProgress
 from duckllm.weights.convert import Progress, convert
 from duckllm.weights.files import model_errors
-from duckllm.weights.manifest import MANIFEST_FILE, Manifest
+from duckllm.weights.manifest import FORMAT_VERSION, MANIFEST_FILE, Manifest
 from duckllm.weights.progress_file import PROGRESS_FILE
 
 CACHE_VARIABLE = "DUCKLLM_CACHE_DIR"
@@ -74,7 +74,9 @@ def resolve_model(model: str | Path | None, progress: Progress | None = None) ->
         )
     name = DEMO_NAME if model is None else folder.resolve().name
     with model_errors(folder):
-        destination = cache_folder() / f"{name}-{Checkpoint.open(folder).fingerprint()[:12]}"
+        fingerprint = Checkpoint.open(folder).fingerprint()[:12]
+    # Another version of the format gets another folder: an older program may still use the old one.
+    destination = cache_folder() / f"{name}-v{FORMAT_VERSION}-{fingerprint}"
     if progress is not None:
         convert(folder, destination, progress=progress)
     else:
