@@ -1,7 +1,7 @@
 """From what a user calls a model to the folder of a converted one, converting once where that is needed.
 
 Called by the host and by commands that take a model. Conversions go into the model cache, a folder a model,
-named by its name, its fingerprint and the version of the format: a changed checkpoint gets a folder of its own.
+named by its name, its fingerprint and the format's version: a changed checkpoint gets a folder of its own.
 """
 
 from __future__ import annotations
