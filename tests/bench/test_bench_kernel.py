@@ -36,6 +36,8 @@ from duckllm.bench.kernel import (
     pool_experts,
 )
 from duckllm.bench.kernel_report import plot_points, print_kernels, roofs, run_json
+from duckllm.bench.linear import LinearShape
+from duckllm.bench.linear_report import linear_json, measure_linear, print_linear
 from duckllm.bench.machine import Caches
 from duckllm.cli.main import app
 from duckllm.config import available_cores
@@ -231,6 +233,8 @@ def test_memory_is_reckoned_before_anything_is_measured() -> None:
         (["--repeats", "8"], "repeats: got 8, expected 9 to 10000"),
         (["--plot", "a.jpg"], "plot: got 'a.jpg', expected a file name that ends in .png"),
         (["--save", "/no/such/a.jsonl"], "save: got '/no/such/a.jsonl', expected a file in a folder that"),
+        (["--linear", "--hot"], "hot: got 'True', expected nothing beside --linear"),
+        (["--linear", "--shape", "demo"], "shape: got 'demo', expected nothing beside --linear"),
         (["--shape", "demo,deepseek"], "shape: got deepseek, which needs 2.9 GB of memory, expected at most"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -278,7 +282,8 @@ def test_what_follows_from_the_lines() -> None:
 
 
 def test_tables_and_json_have_every_line() -> None:
-    lines = [line(4, 1, 100), line(4, 2, 110, "fp8"), line(1, 1, 10)]
+    long = [replace(line(20, 128, 123_456.0, routing=OWN), of_fma=0.99)]
+    lines = [line(4, 1, 100), line(4, 2, 110, "fp8"), line(1, 1, 10), *long]
     run = KernelRun(KernelConfig(), 2, 1 << 28, Caches(1, 2), 500.0, lines, ["LEFT OUT: x."])
     text = io.StringIO()
     print_kernels(run, Console(file=text, width=80, highlight=False, markup=False))
@@ -289,8 +294,8 @@ def test_tables_and_json_have_every_line() -> None:
     assert "LEFT OUT: x." in shown
     assert "…" not in text.getvalue()
     values = json.loads(json.dumps(run_json(run)))
-    assert [each["step_us"] for each in values["lines"]] == [100.0, 110.0, 10.0]
-    assert [each["experts"] for each in values["lines"]] == [4, 4, 1]
+    assert [each["step_us"] for each in values["lines"]] == [100.0, 110.0, 10.0, 123456.0]
+    assert [each["experts"] for each in values["lines"]] == [4, 4, 1, 20]
     assert values["lines"][0]["read_gb_per_s"] == 25.0
     assert values["lines"][0]["of_ceiling"] == pytest.approx(4 * 111_104 / 100e3 / 25, abs=1e-4)
     assert values["notes"] == ["LEFT OUT: x."]
@@ -380,3 +385,27 @@ def test_scalar_and_best_verify_alike(random: RandomExperts) -> None:
         step = ExpertStep(random, units, num_tokens=2, top_k=3, threads=1, isa=isa)
         assert step.experts.isa == isa
         assert step.verify() < 1e-6
+
+
+def test_dense_layers_are_measured_and_shown() -> None:
+    config = KernelConfig(rows=(1, 3), format=("fp8",), threads=1, isa="scalar")
+    models = {"a model": (LinearShape("o", 256, 128),)}
+    seen: list[tuple[str, float, float]] = []
+    run = measure_linear(config, lambda *facts: seen.append(facts), models, size_bytes=4 << 20)
+    assert seen == [("a model o", 0, 1)]
+    text = io.StringIO()
+    print_linear(run, Console(file=text, width=80, highlight=False, markup=False))
+    shown = [" ".join(row.split()) for row in text.getvalue().splitlines()]
+    assert [row.split()[:5] for row in shown if row.startswith("a model")] == [
+        ["a", "model", "o", "fp8", "1"], ["a", "model", "o", "fp8", "3"],
+    ]  # fmt: skip
+    values = json.loads(json.dumps(linear_json(run)))
+    assert [(each["rows"], each["format"], each["in_features"]) for each in values["lines"]] == [
+        (1, "fp8", 256), (3, "fp8", 256),
+    ]  # fmt: skip
+    for each in values["lines"]:
+        assert each["gflop_per_s"] == pytest.approx(
+            2 * each["rows"] * 256 * 128 / each["step_us"] / 1e3, rel=0.01
+        )
+        assert each["of_ceiling"] == pytest.approx(each["gb_per_s"] / each["read_gb_per_s"], abs=1e-2)
+    assert (values["threads"], values["isa"], values["verified"]) == (1, "scalar", True)

@@ -75,7 +75,7 @@ def print_ablation(run: AblationRun, console: Console) -> None:
 
 def trials_table(title: str, trials: Sequence[Trial]) -> Table:
     """One row for each trial."""
-    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("variant", no_wrap=True)
     for heading in ("us", "faster", "quartiles", "best", "N100"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -121,7 +121,7 @@ def shape_table(name: str, lines: Sequence[KernelLine]) -> Table:
     """One row for each line of a shape."""
     shape = SHAPES[name]
     title = f"{name}: {shape.name}, H {shape.hidden_size}, {shape.channels} channels"
-    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in HEADINGS:
         justify: Literal["left", "right"] = "left" if heading in ("format", "ids") else "right"
         table.add_column(heading, justify=justify, no_wrap=True)

@@ -117,6 +117,9 @@ def kernel(
     repeats: Annotated[int, typer.Option(help="Rounds of each line, 9 or more.")] = 9,
     hot: Annotated[bool, typer.Option("--hot", help="The same experts in every step, from a cache.")] = False,
     full: Annotated[bool, typer.Option("--full", help="The whole grid, up to 512 rows.")] = False,
+    linear: Annotated[
+        bool, typer.Option("--linear", help="The dense layers of the models instead, with 1 row and 8.")
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the points into this PNG file.", show_default=False)
     ] = None,
@@ -148,10 +151,21 @@ def kernel(
         hot=hot,
         full=full,
     )
+    for field, given in {"shape": shape, "experts": experts, "hot": hot, "full": full, "plot": plot}.items():
+        if linear and given:
+            raise ConfigError(field, str(given), "nothing beside --linear, which measures dense layers")
     if plot is not None:
         check_plot(plot)
     if save is not None:
         check_save(save)
+    if linear:
+        from duckllm.bench.linear_report import linear_json, measure_linear, print_linear
+
+        with CellProgress() as progress:
+            layers = measure_linear(config, progress)
+        if not as_json:
+            print_linear(layers, Console(soft_wrap=False, highlight=False, markup=False))
+        return print_line(linear_json(layers), save)
     with CellProgress() as progress:
         measured = measure_kernels(config, progress)
     if plot is not None:
