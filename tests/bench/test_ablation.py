@@ -104,7 +104,7 @@ class FakeBench:
         return np.zeros((steps, num_experts), np.int32)
 
 
-def test_variants_take_turns_and_another_begins_each_round() -> None:
+def test_variants_take_turns_and_each_round_has_its_own_order() -> None:
     bench: Any = FakeBench()
 
     def run(name: str, seconds: float) -> Any:
@@ -115,9 +115,10 @@ def test_variants_take_turns_and_another_begins_each_round() -> None:
 
         return timed
 
-    seconds = in_turns(bench, {"a": run("a", 1.0), "b": run("b", 2.0)}, 8, 1, 3)
-    assert seconds == {"a": [2.0] * 3, "b": [4.0] * 3}  # without the first, the median
-    assert "".join(bench.diary) == "abbaab"
+    seconds = in_turns(bench, {"a": run("a", 1.0), "b": run("b", 2.0)}, 8, 1, 20)
+    assert seconds == {"a": [2.0] * 20, "b": [4.0] * 20}  # without the first, the median
+    rounds = {"".join(bench.diary[i : i + 2]) for i in range(0, 40, 2)}
+    assert rounds == {"ab", "ba"}
 
 
 def test_speed_is_that_of_the_same_round() -> None:

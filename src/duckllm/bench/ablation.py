@@ -7,6 +7,7 @@ threads and on as many bytes that are in no cache.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from statistics import median, quantiles
@@ -224,15 +225,15 @@ Timed = Callable[[I32, F32], list[float]]
 def in_turns(
     bench: Bench, runs: dict[str, Timed], num_experts: int, num_rows: int, repeats: int
 ) -> dict[str, list[float]]:
-    """Seconds of every run in every round; the median of a round's steps. Another one begins each round."""
+    """Seconds of every run in every round, the median of its steps; each round has an order of its own."""
     out = np.empty((num_rows, HIDDEN_SIZE), np.float32)
-    names = list(runs)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for repeat in range(repeats):
-        turn = repeat % len(names)
-        for name in names[turn:] + names[:turn]:
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    order = np.random.default_rng(0)
+    for _ in range(repeats):
+        for name in order.permutation(list(runs)):
             elapsed = runs[name](bench.choose(1 + STEPS, num_experts), out)
             seconds[name].append(median(elapsed[1:]))
+            time.sleep(2e-6 * SPIN_US)  # the threads go to sleep: the next run may be on others
     return seconds
 
 
