@@ -130,25 +130,32 @@ struct ChoiceKernels {
 
   template <int kTile>
   static DUCK_INLINE void down_tile(const uint8_t* record, const float* activations, float* y, float scale) {
+    float* out = y + kTile * kStripeChannels;
+    Floats chains[kVectors][kChains];
+#pragma GCC unroll 2
     for (int vector = 0; vector < kVectors; ++vector) {
-      float* out = y + kTile * kStripeChannels + vector * kLanes;
-      Floats chains[kChains];
-      chains[0] = kChoices.scale_first ? Lanes::load(out) : Lanes::zero();
 #pragma GCC unroll 4
-      for (int chain = 1; chain < kChains; ++chain) chains[chain] = Lanes::zero();
+      for (int chain = 0; chain < kChains; ++chain) chains[vector][chain] = Lanes::zero();
+      if (kChoices.scale_first) chains[vector][0] = Lanes::load(out + vector * kLanes);
+    }
 #pragma GCC unroll 8
-      for (int pair = 0; pair < 8; ++pair) {
+    for (int pair = 0; pair < 8; ++pair) {
+#pragma GCC unroll 2
+      for (int vector = 0; vector < kVectors; ++vector) {
         Floats low, high;
         F::decode(record, kTile * 8 + pair, vector, low, high);
-        Floats& even = chains[2 * pair % kChains];
+        Floats& even = chains[vector][2 * pair % kChains];
         even = Lanes::fma(low, Lanes::broadcast(activations[2 * pair]), even);
-        Floats& odd = chains[(2 * pair + 1) % kChains];
+        Floats& odd = chains[vector][(2 * pair + 1) % kChains];
         odd = Lanes::fma(high, Lanes::broadcast(activations[2 * pair + 1]), odd);
       }
-      const Floats sum = sum_of(chains);
-      Lanes::store(out, kChoices.scale_first
-                            ? sum
-                            : Lanes::add(Lanes::load(out), Lanes::mul(sum, Lanes::broadcast(scale))));
+    }
+#pragma GCC unroll 2
+    for (int vector = 0; vector < kVectors; ++vector) {
+      Floats sum = sum_of(chains[vector]);
+      float* to = out + vector * kLanes;
+      if (!kChoices.scale_first) sum = Lanes::add(Lanes::load(to), Lanes::mul(sum, Lanes::broadcast(scale)));
+      Lanes::store(to, sum);
     }
   }
 

@@ -36,7 +36,7 @@ void DecodeStep::run(const Variant& variant, const Layer& layer, const int32_t* 
   variant_ = &variant;
   dots2_ = variant.dots2 != nullptr ? variant.dots2 : production_.dots2;
   down_ = variant.down != nullptr ? variant.down : production_.down;
-  prefetch_bytes_ = variant.prefetch_bytes >= 0 ? variant.prefetch_bytes : prefetch_bytes();
+  prefetch_bytes_ = variant.prefetch_bytes >= 0 ? variant.prefetch_bytes : production_prefetch_bytes_;
   layer_ = layer;
   experts_.clear();
   for (uint32_t k = 0; k < num_experts; ++k) experts_.emplace_back(ids[k], weights[k]);

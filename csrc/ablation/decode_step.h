@@ -35,6 +35,7 @@ class DecodeStep {
   void run_down(int thread);
 
   const uint32_t hidden_size_, num_stripes_, num_records_, num_parts_;
+  const uint32_t production_prefetch_bytes_ = prefetch_bytes();  // asks the CPU, which takes microseconds
   const KernelTable& table_;
   const FormatKernels& production_;
   ThreadPool& pool_;
