@@ -42,13 +42,13 @@ struct ChoiceKernels {
     for (int pair = 0; pair < kNum; ++pair) {
 #pragma GCC unroll 4
       for (int s = 0; s < kStreams; ++s) {
-        const int part = s / kVectors;
+        const float* row = x[kChoices.scale_first ? s / kVectors : 0];
         Floats low, high;
-        F::decode(records[part], kFirst + pair, s % kVectors, low, high);
+        F::template decode<false>(records[s / kVectors], kFirst + pair, s % kVectors, low, high);
         Floats& even = sums[s][2 * pair % kChains];
-        even = Lanes::fma(low, Lanes::broadcast(x[part][2 * pair]), even);
+        even = Lanes::fma(low, Lanes::broadcast(row[2 * pair]), even);
         Floats& odd = sums[s][(2 * pair + 1) % kChains];
-        odd = Lanes::fma(high, Lanes::broadcast(x[part][2 * pair + 1]), odd);
+        odd = Lanes::fma(high, Lanes::broadcast(row[2 * pair + 1]), odd);
       }
     }
   }
@@ -143,7 +143,7 @@ struct ChoiceKernels {
 #pragma GCC unroll 2
       for (int vector = 0; vector < kVectors; ++vector) {
         Floats low, high;
-        F::decode(record, kTile * 8 + pair, vector, low, high);
+        F::template decode<false>(record, kTile * 8 + pair, vector, low, high);
         Floats& even = chains[vector][2 * pair % kChains];
         even = Lanes::fma(low, Lanes::broadcast(activations[2 * pair]), even);
         Floats& odd = chains[vector][(2 * pair + 1) % kChains];

@@ -140,7 +140,7 @@ class PyAblation {
 };
 
 void py_convert_layout(const Units& units, int layout, size_t hidden_size, const OutUnits& out) {
-  expect(layout >= 0 && layout < kNumLayouts, "layout", layout, "0 to 2");
+  expect(layout >= 0 && layout < kNumLayouts, "layout", layout, "0 to 3");
   expect(units.shape(2) == unit_bytes(WeightFormat::kFp9, hidden_size), "units", units.shape(2),
          "the bytes of a unit");
   expect(out.shape(0) == units.shape(0) && out.shape(1) == units.shape(1) && out.shape(2) == units.shape(2),

@@ -7,18 +7,21 @@ namespace {
 
 void convert_record(const uint8_t* from, Layout layout, uint8_t* to) {
   std::memcpy(to, from, record_bytes(WeightFormat::kFp9));
-  if (layout == Layout::kPairs) return;
+  if (layout == Layout::kFours) return;
   uint32_t words[kStripeChannels], converted[kStripeChannels] = {};
   std::memcpy(words, from + kRecordWeights, sizeof words);
   for (int row = 0; row < kRecordRows; ++row) {
     for (int lane = 0; lane < kStripeChannels; ++lane) {
-      const int index = weight_index(row, lane);
+      const uint8_t magnitude = from[weight_index(row, lane)];
       const uint32_t negative = words[lane] >> sign_bit(row) & 1;
       if (layout == Layout::kMasks) {
-        converted[index / 32] |= negative << index % 32;
-      } else {
-        to[kStripeChannels * row + lane] = from[index];
+        converted[row / 2] |= negative << (2 * lane + row % 2);
+      } else if (layout == Layout::kRows) {
+        to[kStripeChannels * row + lane] = magnitude;
         converted[lane] |= negative << (31 - row);
+      } else {
+        to[2 * kStripeChannels * (row / 2) + 2 * lane + row % 2] = magnitude;
+        converted[lane] |= negative << sign_bit(row);
       }
     }
   }

@@ -11,17 +11,18 @@ namespace duck::ablation {
 
 // How the 512 weights and 16 sign words of an fp9 record are stored; as many bytes in each.
 enum class Layout : uint8_t {
-  kPairs,  // production's, weight_format.h
-  kMasks,  // production's magnitudes; sign word p has the signs of the 32 weights of pair p in their order
+  kFours,  // production's, weight_format.h
+  kMasks,  // production's magnitudes; sign word p has pair p's signs, bit 2 * lane + (row & 1)
   kRows,   // magnitudes row by row, [32][16]; sign word l has lane l's, row 0 at the highest bit
+  kPairs,  // rows 2p and 2p + 1 of a lane side by side, to be widened; production's sign words
 };
-inline constexpr int kNumLayouts = 3;
+inline constexpr int kNumLayouts = 4;
 
 // One row's step in another way.
 struct Variant {
   const char* name;
   const char* question;  // a short name, the same for the variants that are weighed against each other
-  Layout layout = Layout::kPairs;
+  Layout layout = Layout::kFours;
   decltype(FormatKernels::dots2) dots2 = nullptr;  // null: production's
   decltype(FormatKernels::down) down = nullptr;
   bool scale_x = true;              // x * prescale into a buffer before; else the kernel scales the sums

@@ -80,7 +80,7 @@ def test_what_is_refused(arguments: list[str], message: str) -> None:
 def test_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "load_module", lambda: None)
     monkeypatch.setattr(module, "available_memory_bytes", lambda: 10**9)
-    with pytest.raises(ConfigError, match=r"memory: got 1.0 GB available, expected 2.0 GB: three layouts"):
+    with pytest.raises(ConfigError, match=r"memory: got 1.0 GB available, expected 2.5 GB: four layouts"):
         measure_ablation(AblationConfig(), size_bytes=5 * 10**8)
 
 
@@ -183,16 +183,20 @@ def test_a_variant_that_is_wrong_is_found(built: ModuleType, monkeypatch: pytest
 @wide
 def test_layouts_have_the_same_bytes_in_another_order(built: ModuleType) -> None:
     bench = Bench(built, 16, 1, WIDE[-1], 1 << 20)
-    pairs, masks, rows = (bench.in_layout(layout)[0, 0] for layout in range(3))
     head = 704
-    records = [units[head:].reshape(-1, 576) for units in (pairs, masks, rows)]
-    negative = [int(np.unpackbits(each[:, 512:]).sum()) for each in records]
-    assert np.array_equal(pairs[:head], masks[:head])
-    assert np.array_equal(records[0][:, :512], records[1][:, :512])
-    rowwise = records[0][:, :512].reshape(-1, 16, 16, 2).transpose(0, 1, 3, 2).reshape(-1, 512)
-    assert np.array_equal(rowwise, records[2][:, :512])
+    units = [bench.in_layout(layout)[0, 0] for layout in range(4)]
+    fours, masks, rows, pairs = (each[head:].reshape(-1, 576) for each in units)
+    assert all(np.array_equal(units[0][:head], each[:head]) for each in units)
+    assert np.array_equal(fours[:, :512], masks[:, :512])
+    # [8 fours, 16 lanes, rows 0 2 1 3] to rows
+    by_row = fours[:, :512].reshape(-1, 8, 16, 4)[..., [0, 2, 1, 3]].transpose(0, 1, 3, 2)
+    assert np.array_equal(by_row.reshape(-1, 512), rows[:, :512])
+    by_pair = by_row.reshape(-1, 16, 2, 16).transpose(0, 1, 3, 2)
+    assert np.array_equal(by_pair.reshape(-1, 512), pairs[:, :512])
+    assert np.array_equal(fours[:, 512:], pairs[:, 512:])
+    negative = [int(np.unpackbits(each[:, 512:]).sum()) for each in (fours, masks, rows)]
     assert negative == [negative[0]] * 3
-    assert not np.array_equal(records[0][:, 512:], records[1][:, 512:])
+    assert not np.array_equal(fours[:, 512:], masks[:, 512:])
 
 
 @wide

@@ -16,8 +16,7 @@ struct Fp9Base {
   static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kFp9);
   static constexpr float kPostscale = sum_postscale(WeightFormat::kFp9);
   static DUCK_INLINE __m512i magnitudes(const uint8_t* record, int pair) {
-    const auto* bytes = reinterpret_cast<const __m256i*>(record + 2 * kStripeChannels * pair);
-    return _mm512_slli_epi16(_mm512_cvtepu8_epi16(_mm256_loadu_si256(bytes)), 4);
+    return _mm512_maddubs_epi16(Production::load_rows(record, pair), Production::factors(pair));
   }
 };
 
@@ -35,6 +34,7 @@ DUCK_INLINE __m512i with_signs(__m512i words, __mmask32 negative) {
 
 struct MaskLanes : Production {
   struct Fp9 : Fp9Base {
+    template <bool>
     static DUCK_INLINE void decode(const uint8_t* record, int pair, int, Floats& low, Floats& high) {
       const auto negative = number_at<uint32_t>(record + kRecordWeights + 4 * pair);
       split(with_signs(magnitudes(record, pair), negative), low, high);
@@ -44,6 +44,7 @@ struct MaskLanes : Production {
 
 struct ChunkLanes : Production {
   struct Fp9 : Fp9Base {
+    template <bool>
     static DUCK_INLINE void decode(const uint8_t* record, int pair, int, Floats& low, Floats& high) {
       const uint8_t* signs = record + kRecordWeights + 4 * pair;
       const __mmask32 negative = _mm512_kunpackw(number_at<uint16_t>(signs + 2), number_at<uint16_t>(signs));
@@ -54,6 +55,7 @@ struct ChunkLanes : Production {
 
 struct TableLanes : Production {
   struct Fp9 : Fp9Base {
+    template <bool>
     static DUCK_INLINE void decode(const uint8_t* record, int pair, int, Floats& low, Floats& high) {
       const uint8_t* signs = record + kRecordWeights + 4 * pair;
       const auto* first = reinterpret_cast<const __m256i*>(kSignTable.words[number_at<uint16_t>(signs)]);
@@ -61,6 +63,29 @@ struct TableLanes : Production {
       const __m512i sign =
           _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_load_si256(first)), _mm256_load_si256(second), 1);
       split(_mm512_or_si512(magnitudes(record, pair), sign), low, high);
+    }
+  };
+};
+
+struct ShiftLanes : Production {
+  struct Fp9 : Fp9Base {
+    template <bool>
+    static DUCK_INLINE void decode(const uint8_t* record, int pair, int vector, Floats& low, Floats& high) {
+      Production::Fp9::decode<true>(record, pair, vector, low, high);
+    }
+  };
+};
+
+struct PairLanes : Production {
+  struct Fp9 : Fp9Base {
+    template <bool>
+    static DUCK_INLINE void decode(const uint8_t* record, int pair, int, Floats& low, Floats& high) {
+      const auto* bytes = reinterpret_cast<const __m256i*>(record + 2 * kStripeChannels * pair);
+      const __m512i words = _mm512_slli_epi16(_mm512_cvtepu8_epi16(_mm256_loadu_si256(bytes)), 4);
+      const __m512i signs = _mm512_slli_epi16(_mm512_loadu_si512(record + kRecordWeights), pair);
+      constexpr int kFirstOrSecondAndThird = 0xf8;
+      split(_mm512_ternarylogic_epi32(words, signs, _mm512_set1_epi16(INT16_MIN), kFirstOrSecondAndThird),
+            low, high);
     }
   };
 };
@@ -75,6 +100,7 @@ struct RowLanes : Production {
       return _mm512_castsi512_ps(
           _mm512_ternarylogic_epi32(magnitude, signs, _mm512_set1_epi32(INT32_MIN), kFirstOrSecondAndThird));
     }
+    template <bool>
     static DUCK_INLINE void decode(const uint8_t* record, int pair, int, Floats& low, Floats& high) {
       low = row_of(record, 2 * pair);
       high = row_of(record, 2 * pair + 1);
@@ -89,7 +115,9 @@ std::vector<Variant> variants() {
       decoded<MaskLanes>("signs: one 32-bit mask", "signs", Layout::kMasks),
       decoded<ChunkLanes>("signs: two 16-bit chunks", "signs", Layout::kMasks),
       decoded<TableLanes>("signs: table of 65536 entries", "signs", Layout::kMasks),
-      decoded<RowLanes>("row by row, not in pairs", "layout", Layout::kRows),
+      decoded<ShiftLanes>("magnitudes by shift and mask", "layout", Layout::kFours),
+      decoded<PairLanes>("two rows widened, not four", "layout", Layout::kPairs),
+      decoded<RowLanes>("row by row", "layout", Layout::kRows),
   });
 }
 

@@ -329,10 +329,10 @@ def measure_ablation(config: AblationConfig, size_bytes: int = 0) -> AblationRun
     module = load_module()
     have = available_memory_bytes()
     size_bytes = size_bytes or default_size_bytes(read_caches(), have)
-    need = 4 * size_bytes
+    need = 5 * size_bytes
     if need > have:
         words = f"{have / 1e9:.1f} GB available"
-        raise ConfigError("memory", InWords(words), f"{need / 1e9:.1f} GB: three layouts and what reads them")
+        raise ConfigError("memory", InWords(words), f"{need / 1e9:.1f} GB: four layouts and what reads them")
     threads = config.threads or available_cores()
     isa = _native.select_isa() if config.isa == "auto" else config.isa
     meter = LoadMeter()
