@@ -7,6 +7,7 @@ has a thread, of which there are few.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import selectors
@@ -146,6 +147,7 @@ def run_worker(config: WorkerConfig, *, json_output: bool = False) -> None:
         ConfigError: As :class:`WorkerServer`.
         ModelError: As :class:`WorkerServer`.
     """
+    _give_large_memory_back()
     server = WorkerServer(config, _log)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
@@ -162,6 +164,17 @@ def run_worker(config: WorkerConfig, *, json_output: bool = False) -> None:
     if not server.serve():
         # A thread is still inside a step: leave without the interpreter's tear-down under its feet.
         os._exit(0)
+
+
+def _give_large_memory_back() -> None:
+    """Has malloc map every large block and unmap it when it is freed, as it does at first.
+
+    glibc else learns from a message of megabytes to keep such blocks, in an arena of each thread.
+    """
+    mmap_threshold, at_least_bytes = -3, 1 << 20  # M_MMAP_THRESHOLD of malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it, musl has no need
+    if mallopt is not None:
+        mallopt(mmap_threshold, at_least_bytes)
 
 
 def _log(line: str) -> None:
