@@ -23,7 +23,7 @@ namespace {
 
 WeightFormat parse_linear_format(const std::string& name) {
   if (name == "bf16") return WeightFormat::kBf16;
-  if (name == "fp8" || name == "fp9") return parse_format(name);
+  if (name == "fp8" || name == "fp9" || name == "fp8-normal") return parse_format(name);
   fail("format", "'" + name + "'", "bf16, fp8 or fp9");
 }
 

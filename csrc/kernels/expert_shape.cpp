@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "kernels/experts.h"
+#include "kernels/kernel_table.h"
 #include "kernels/weight_format.h"
 
 namespace duck {
@@ -15,6 +16,7 @@ void fail_shape(const std::string& field, uint64_t got, const std::string& expec
 WeightFormat parse_format(const std::string& name) {
   if (name == "fp9") return WeightFormat::kFp9;
   if (name == "fp8") return WeightFormat::kFp8;
+  if (name == "fp8-normal") return WeightFormat::kFp8Normal;
   throw std::invalid_argument("format: got '" + name + "', expected fp9 or fp8");
 }
 
@@ -27,7 +29,7 @@ ExpertShape checked_shape(const ExpertShape& shape, uint32_t max_tokens) {
     if (value == 0) fail_shape(field, value, "at least 1");
     if (value > kMost) fail_shape(field, value, "at most " + std::to_string(kMost));
   }
-  if (shape.format != WeightFormat::kFp9 && shape.format != WeightFormat::kFp8) {
+  if (shape.format == WeightFormat::kBf16) {
     fail_shape("format", static_cast<uint64_t>(shape.format), "0 (fp9) or 1 (fp8)");
   }
   const uint64_t stripes = ceil_div(shape.intermediate_size, kStripeChannels);
@@ -37,7 +39,9 @@ ExpertShape checked_shape(const ExpertShape& shape, uint32_t max_tokens) {
                "at most " + std::to_string(stripes) + ", the stripes of intermediate_size " +
                    std::to_string(shape.intermediate_size));
   }
-  return shape;
+  ExpertShape checked = shape;
+  checked.format = kernel_format(shape.format);
+  return checked;
 }
 
 }  // namespace duck

@@ -67,12 +67,14 @@ struct ExpertShape {
   WeightFormat format = WeightFormat::kFp9;  // or kFp8
 };
 
-// The shape, if it makes sense. Throws std::invalid_argument: zero or absurd sizes, a slice outside the
-// expert, a format that experts do not come in.
+// The shape, if it makes sense, with the format that this CPU's kernels decode it as. Throws
+// std::invalid_argument: zero or absurd sizes, a slice outside the expert, a format that experts do not come
+// in.
 ExpertShape checked_shape(const ExpertShape& shape, uint32_t max_tokens);
 [[noreturn]] void fail_shape(const std::string& field, uint64_t got, const std::string& expected);
 
-// The format of experts of that name. Throws std::invalid_argument for another than "fp9" and "fp8".
+// The format of experts of that name, "fp9" or "fp8"; "fp8-normal" decodes fp8 without denormal numbers on
+// any CPU, for tests. Throws std::invalid_argument for another.
 WeightFormat parse_format(const std::string& name);
 
 // Units of one layer in memory: unit(e, s) = base + e * expert_stride_bytes + s * unit_bytes(format, H),

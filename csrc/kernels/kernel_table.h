@@ -53,7 +53,7 @@ struct FormatKernels {
 
 struct KernelTable {
   Isa isa;
-  FormatKernels formats[3];  // by WeightFormat
+  FormatKernels formats[kNumWeightFormats];  // by WeightFormat
 
   // activations[lane] = silu(gate) * up * weight * prescale, 0 from num_channels on. dots: [2][16].
   void (*activate)(const float* dots, float weight, float prescale, uint32_t num_channels,
@@ -67,6 +67,12 @@ struct KernelTable {
   // A panel row from `count` consecutive values, count even and at most 128.
   void (*fill_panel)(const float* values, uint32_t count, float* panel);
 };
+
+// Whether this CPU computes with denormal numbers as fast as with others.
+bool denormals_are_fast();
+
+// How a stored format is best decoded here: kFp8 may become kFp8Normal.
+WeightFormat kernel_format(WeightFormat stored);
 
 // How far ahead in a stream this CPU's threads prefetch best; docs/performance.md has the sweeps.
 uint32_t prefetch_bytes();

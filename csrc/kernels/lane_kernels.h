@@ -406,7 +406,7 @@ struct LaneKernels {
   static constexpr KernelTable table(Isa isa) {
     return {isa,
             {format_kernels<typename Lanes::Fp9>(), format_kernels<typename Lanes::Fp8>(),
-             format_kernels<typename Lanes::Bf16>()},
+             format_kernels<typename Lanes::Bf16>(), format_kernels<typename Lanes::Fp8Normal>()},
             &activate,
             &multiply,
             &fill_panel};

@@ -139,6 +139,7 @@ struct Linear::Impl {
 
   void prepare(const LinearWeight& next_weight, const LinearRows& next_rows, float* next_y) {
     weight = next_weight;
+    weight.format = kernel_format(weight.format);
     rows = next_rows;
     y = next_y;
     num_records = ceil_div(weight.in_features, kRecordRows);

@@ -25,6 +25,17 @@ uint64_t os_saved_states() {
 
 bool os_saves(uint64_t states) { return (os_saved_states() & states) == states; }
 
+bool read_is_amd() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(0, &eax, &ebx, &ecx, &edx) && ebx == signature_AMD_ebx;
+}
+
+// Asked once: in a virtual machine CPUID takes ten microseconds.
+bool is_amd() {
+  static const bool answer = read_is_amd();
+  return answer;
+}
+
 std::string available_names() {
   std::string names;
   for (Isa isa : available_isas()) names += (names.empty() ? "" : ", ") + std::string(isa_name(isa));
@@ -83,11 +94,13 @@ Isa select_isa() {
   return available_isas().back();
 }
 
-uint32_t prefetch_bytes() {
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  const bool is_amd = __get_cpuid(0, &eax, &ebx, &ecx, &edx) && ebx == signature_AMD_ebx;
-  return is_amd ? 8192 : 4096;
+bool denormals_are_fast() { return is_amd(); }
+
+WeightFormat kernel_format(WeightFormat stored) {
+  return stored == WeightFormat::kFp8 && !denormals_are_fast() ? WeightFormat::kFp8Normal : stored;
 }
+
+uint32_t prefetch_bytes() { return is_amd() ? 8192 : 4096; }
 
 const KernelTable& kernel_table(Isa isa) {
   switch (isa) {

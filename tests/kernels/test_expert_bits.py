@@ -94,6 +94,8 @@ def test_both_formats_give_the_same_bits(
     layer = Layer.random(3, hidden, intermediate)
     x, topk_ids, topk_weights = random_step(layer, num_tokens, top_k=3)
     fp9 = new_experts(layer).run(pack(layer), x, topk_ids, topk_weights)
-    fp8 = new_experts(layer, format="fp8").run(pack(layer, "fp8"), x, topk_ids, topk_weights)
     assert len(np.unique(fp9)) > 0.9 * fp9.size
-    assert_same_bits(fp9, fp8)
+    units = pack(layer, "fp8")
+    for decoded_as in ("fp8", "fp8-normal"):  # the latter is what fp8 is on a CPU that is slow with denormals
+        fp8 = new_experts(layer, format=decoded_as).run(units, x, topk_ids, topk_weights)
+        assert_same_bits(fp9, fp8)

@@ -53,7 +53,9 @@ def test_fp8_and_fp9_give_the_same_bits(isa: str, new_runtime: NewRuntime, num_r
     weight = Weight.random(OUT_FEATURES, IN_FEATURES, "fp8")
     x = rows(num_rows, IN_FEATURES)
     runtime = new_runtime(IN_FEATURES)
-    assert_same_bits(weight.run(runtime, "fp8", x), weight.run(runtime, "fp9", x))
+    fp9 = weight.run(runtime, "fp9", x)
+    assert_same_bits(weight.run(runtime, "fp8", x), fp9)
+    assert_same_bits(weight.run(runtime, "fp8-normal", x), fp9)
 
 
 @pytest.mark.parametrize("max_rows", [1, 8, 9, 20])

@@ -63,6 +63,30 @@ struct Lanes {
     }
   };
 
+  // e4m3 codes to fp9 magnitudes: code + 0x80, and for codes below 8 what the table adds to that. A byte of
+  // 0x80 and more chooses zero from it, so 0x78 + code is the place.
+  struct Fp8Normal {
+    static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kFp8Normal);
+    static constexpr float kPostscale = sum_postscale(WeightFormat::kFp8Normal);
+    template <bool kSpareMultipliers>
+    static DUCK_INLINE void decode(const uint8_t* record, int pair, int vector, Floats& low, Floats& high) {
+      const __m256i rows = load_rows(record, pair, vector);
+      const __m256i codes = _mm256_and_si256(rows, _mm256_set1_epi8(0x7f));
+      const __m256i table = _mm256_set_epi64x(kSmallCorrections, 0, kSmallCorrections, 0);
+      const __m256i added = _mm256_shuffle_epi8(table, _mm256_add_epi8(codes, _mm256_set1_epi8(0x78)));
+      const __m256i bytes = _mm256_add_epi8(_mm256_or_si256(rows, _mm256_set1_epi8(INT8_MIN)), added);
+      __m256i magnitudes;
+      if constexpr (kSpareMultipliers) {
+        const __m256i moved = pair % 2 == 0 ? _mm256_slli_epi16(bytes, 4) : _mm256_srli_epi16(bytes, 4);
+        magnitudes = _mm256_and_si256(moved, _mm256_set1_epi16(0x0ff0));
+      } else {
+        magnitudes = _mm256_maddubs_epi16(bytes, factors(pair));
+      }
+      const __m256i signs = pair % 2 == 0 ? _mm256_slli_epi16(rows, 8) : rows;
+      split(_mm256_or_si256(magnitudes, _mm256_and_si256(signs, _mm256_set1_epi16(INT16_MIN))), low, high);
+    }
+  };
+
   struct Bf16 {
     static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kBf16);
     static constexpr float kPostscale = sum_postscale(WeightFormat::kBf16);

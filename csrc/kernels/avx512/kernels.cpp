@@ -65,6 +65,34 @@ struct Lanes {
     }
   };
 
+  // e4m3 codes to fp9 magnitudes: code + 0x80, and for codes below 8 what the table adds to that. A byte of
+  // 0x80 and more chooses zero from it, so 0x78 + code is the place.
+  struct Fp8Normal {
+    static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kFp8Normal);
+    static constexpr float kPostscale = sum_postscale(WeightFormat::kFp8Normal);
+    template <bool kSpareMultipliers>
+    static DUCK_INLINE void decode(const uint8_t* record, int pair, int, Floats& low, Floats& high) {
+      const __m512i rows = load_rows(record, pair);
+      const __m512i codes = _mm512_and_si512(rows, _mm512_set1_epi8(0x7f));
+      const __m512i table = _mm512_set_epi64(kSmallCorrections, 0, kSmallCorrections, 0, kSmallCorrections, 0,
+                                             kSmallCorrections, 0);
+      const __m512i added = _mm512_shuffle_epi8(table, _mm512_add_epi8(codes, _mm512_set1_epi8(0x78)));
+      const __m512i bytes = _mm512_add_epi8(_mm512_or_si512(rows, _mm512_set1_epi8(INT8_MIN)), added);
+      __m512i magnitudes;
+      if constexpr (kSpareMultipliers) {
+        const __m512i moved = pair % 2 == 0 ? _mm512_slli_epi16(bytes, 4) : _mm512_srli_epi16(bytes, 4);
+        magnitudes = _mm512_and_si512(moved, _mm512_set1_epi16(0x0ff0));
+      } else {
+        magnitudes = _mm512_maddubs_epi16(bytes, factors(pair));
+      }
+      const __m512i signs = pair % 2 == 0 ? _mm512_slli_epi16(rows, 8) : rows;
+      constexpr int kFirstOrSecondAndThird = 0xf8;  // a | (b & c)
+      split(
+          _mm512_ternarylogic_epi32(magnitudes, signs, _mm512_set1_epi16(INT16_MIN), kFirstOrSecondAndThird),
+          low, high);
+    }
+  };
+
   struct Bf16 {
     static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kBf16);
     static constexpr float kPostscale = sum_postscale(WeightFormat::kBf16);

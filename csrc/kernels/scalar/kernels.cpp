@@ -21,7 +21,7 @@ float from_bits(uint32_t bits) {
   return value;
 }
 
-// w * 2^-104 for fp9, w * 2^-120 for fp8, w for bf16.
+// w * 2^-104 for fp9 and fp8-normal, w * 2^-120 for fp8, w for bf16.
 template <WeightFormat kFormat>
 float decode(const uint8_t* record, int row, int lane) {
   const int index = kFormat == WeightFormat::kBf16 ? bf16_index(row, lane) : weight_index(row, lane);
@@ -29,6 +29,9 @@ float decode(const uint8_t* record, int row, int lane) {
     uint32_t signs;
     std::memcpy(&signs, record + kRecordWeights + 4 * lane, 4);
     return from_bits(static_cast<uint32_t>(record[index]) << 20 | (signs >> sign_bit(row) & 1) << 31);
+  } else if constexpr (kFormat == WeightFormat::kFp8Normal) {
+    const uint32_t byte = record[index], code = byte & 0x7f;
+    return from_bits((code < 8 ? kSmallMagnitudes[code] : code + 0x80) << 20 | (byte >> 7) << 31);
   } else if constexpr (kFormat == WeightFormat::kFp8) {
     const uint32_t byte = record[index];
     return from_bits((byte & 0x7f) << 20 | (byte >> 7) << 31);
@@ -178,11 +181,12 @@ constexpr FormatKernels format_kernels() {
 
 }  // namespace
 
-const KernelTable kTable = {Isa::kScalar,
-                            {format_kernels<WeightFormat::kFp9>(), format_kernels<WeightFormat::kFp8>(),
-                             format_kernels<WeightFormat::kBf16>()},
-                            &activate,
-                            &multiply,
-                            &fill_panel};
+const KernelTable kTable = {
+    Isa::kScalar,
+    {format_kernels<WeightFormat::kFp9>(), format_kernels<WeightFormat::kFp8>(),
+     format_kernels<WeightFormat::kBf16>(), format_kernels<WeightFormat::kFp8Normal>()},
+    &activate,
+    &multiply,
+    &fill_panel};
 
 }  // namespace duck::scalar
