@@ -12,7 +12,8 @@ import pytest
 # ARCHITECTURE.md, section 3: imports point down this list only.
 ORDER = [
     "__main__", "cli", "bench", "llm", "assembly", "engine", "models", "layers", "moe", "transport",
-    "worker", "cluster", "weights", "demo", "text", "outputs", "sampling_params", "config", "errors",
+    "worker", "cluster", "weights", "demo", "text", "outputs", "sampling_params", "config",
+    "prefill", "errors",
 ]  # fmt: skip
 LEAVES = {
     "text",

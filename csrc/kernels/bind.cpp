@@ -13,6 +13,7 @@
 #include <string>
 
 #include "kernels/arrays.h"
+#include "kernels/bf16_tiles.h"
 #include "kernels/experts.h"
 #include "kernels/pack.h"
 #include "kernels/weight_format.h"
@@ -30,7 +31,7 @@ class PyExperts {
  public:
   PyExperts(int64_t hidden_size, int64_t intermediate_size, int64_t num_experts, int64_t top_k,
             int64_t first_stripe, int64_t num_stripes, int64_t max_tokens, int num_threads, int spin_us,
-            const std::string& isa, const std::string& format, bool pin_threads)
+            const std::string& isa, const std::string& format, bool pin_threads, const std::string& prefill)
       : shape_{as_u32("hidden_size", hidden_size),
                as_u32("intermediate_size", intermediate_size),
                as_u32("num_experts", num_experts),
@@ -41,7 +42,7 @@ class PyExperts {
         pin_threads_(pin_threads),
         pool_(num_threads, spin_us, pin_threads),
         experts_(shape_, as_u32("max_tokens", max_tokens),
-                 isa == "auto" ? select_isa() : parse_isa("isa", isa), pool_) {}
+                 isa == "auto" ? select_isa() : parse_isa("isa", isa), pool_, parse_prefill(prefill)) {}
 
   nb::object run(const AnyArray& units, const AnyArray& x, const AnyArray& topk_ids,
                  const AnyArray& topk_weights, int64_t units_first_stripe, nb::object out) {
@@ -107,6 +108,7 @@ class PyExperts {
   }
 
   std::string isa() const { return isa_name(experts_.isa()); }
+  std::string prefill() const { return experts_.prefill(); }
   int num_threads() const { return pool_.num_threads(); }
 
  private:
@@ -237,6 +239,16 @@ void bind_kernels(nb::module_& m) {
         return names;
       },
       "Names of the instruction sets that this machine can run, from the slowest to the best.");
+  m.def("available_bf16", &available_bf16,
+        "Names of the bf16 multipliers that prefill='bf16' can use here, avx512_bf16 and amx_bf16, from the\n"
+        "slowest to the best.");
+  m.def(
+      "select_bf16",
+      [](const std::string& isa) { return std::string(select_bf16(parse_isa("isa", isa)).name); }, "isa"_a,
+      "Name of the bf16 multipliers that prefill='bf16' uses with an instruction set: the best, or those "
+      "that\n"
+      "DUCK_FORCE_BF16 names.\n\nRaises:\n    ValueError: there are none, another ISA than avx512, or the "
+      "variable names none that is there.");
   m.def(
       "unit_bytes",
       [](int64_t hidden_size, const std::string& format) {
@@ -279,12 +291,15 @@ void bind_kernels(nb::module_& m) {
       "The routed-expert function of one slice of stripes, with its threads and scratch memory.\n\n"
       "One run at a time. csrc/kernels/experts.h states the order of summation, the error bound and\n"
       "the valid ranges; a row's result depends neither on the other rows nor on the threads. With\n"
-      "pin_threads each thread stays on a core of its own, the caller's while it computes.")
+      "pin_threads each thread stays on a core of its own, the caller's while it computes. With prefill\n"
+      "bf16, experts of more than 8 rows of a step take x and activations rounded to bf16; experts.h states\n"
+      "the error, and that a row's result then also depends on whether its expert has more than 8 rows.\n\n"
+      "Raises:\n    ValueError: sizes or names that make no sense; bf16 where the CPU or the ISA lacks it.")
       .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int,
-                    const std::string&, const std::string&, bool>(),
+                    const std::string&, const std::string&, bool, const std::string&>(),
            "hidden_size"_a, "intermediate_size"_a, "num_experts"_a, "top_k"_a, "first_stripe"_a,
            "num_stripes"_a, "max_tokens"_a, "num_threads"_a, "spin_us"_a, "isa"_a = "auto",
-           "format"_a = "fp9", "pin_threads"_a = false)
+           "format"_a = "fp9", "pin_threads"_a = false, "prefill"_a = "f32")
       .def("run", &PyExperts::run, "units"_a.noconvert(), "x"_a.noconvert(), "topk_ids"_a.noconvert(),
            "topk_weights"_a.noconvert(), "units_first_stripe"_a = 0, "out"_a = nb::none(),
            nb::sig("def run(self, units: numpy.typing.NDArray[numpy.uint8], "
@@ -326,6 +341,8 @@ void bind_kernels(nb::module_& m) {
           "    out: [T, H] f32, the last step's sums\n\n"
           "Raises:\n    ValueError: as run does.")
       .def_prop_ro("isa", &PyExperts::isa)
+      .def_prop_ro("prefill", &PyExperts::prefill,
+                   "f32, or the name of the bf16 multipliers: available_bf16().")
       .def_prop_ro("num_threads", &PyExperts::num_threads);
 }
 

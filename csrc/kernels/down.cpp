@@ -22,7 +22,11 @@ void Experts::Impl::run_down(int thread) {
   for (size_t index = 0; index < active.size(); ++index) {
     const uint32_t expert = active[index], count = routing.count(expert), pair = routing.begin(expert);
     if (count > kMaxDirectRows) {
-      down_tiles(*workspaces[thread], expert, first, end);
+      if (bf16 != nullptr) {
+        down_bf16(*workspaces[thread], expert, first, end);
+      } else {
+        down_tiles(*workspaces[thread], expert, first, end);
+      }
       continue;
     }
     for (uint32_t stripe = 0; stripe < shape.num_stripes; ++stripe) {
@@ -67,6 +71,46 @@ void Experts::Impl::down_tiles(Workspace& workspace, uint32_t expert, uint32_t f
           table.multiply(workspace.panel.data() + i * kStripeChannels / 2, workspace.tile.data(),
                          kStripeChannels / 2, scales, out, count);
         }
+      }
+    }
+  }
+  workspace.panel_of = UINT64_MAX;
+}
+
+// The stripes of one scale block, of all of them that the slice has, are one sum.
+void Experts::Impl::down_bf16(Workspace& workspace, uint32_t expert, uint32_t first, uint32_t end) {
+  const uint32_t pairs = routing.count(expert), chunks = num_chunks(expert);
+  const auto& format = bf16->formats[static_cast<int>(shape.format)];
+  uint32_t* const panel = workspace.bf16_panel.data();
+  uint32_t* const tile = workspace.bf16_tile.data();
+  constexpr uint32_t kStripePairs = kStripeChannels / 2;
+  for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
+    const uint32_t first_row = pairs * chunk / chunks, count = pairs * (chunk + 1) / chunks - first_row;
+    const uint32_t pair = routing.begin(expert) + first_row;
+    for (uint32_t stripe = 0, num_stripes; stripe < shape.num_stripes; stripe += num_stripes) {
+      const uint32_t in_block = kStripesPerBlock - (shape.first_stripe + stripe) % kStripesPerBlock;
+      num_stripes = std::min(in_block, shape.num_stripes - stripe);
+      for (uint32_t row = 0; row < count; ++row) {
+        bf16->fill_panel(pair_activations[pair + row] + stripe * kStripeChannels,
+                         num_stripes * kStripeChannels, panel + row * kBf16Pairs);
+      }
+      const uint8_t* records[kStripesPerBlock];
+      for (uint32_t i = 0; i < num_stripes; ++i) records[i] = unit(expert, stripe + i).down;
+      const uint8_t* block_scales = unit(expert, stripe).down_scales;
+      const uint32_t num_pairs = ceil_div(num_stripes * kStripePairs, kBf16StepPairs) * kBf16StepPairs;
+      std::fill(tile + num_stripes * kStripePairs * kBf16Lanes, tile + num_pairs * kBf16Lanes, 0u);
+      for (uint32_t record = first; record < end; ++record) {
+        for (uint32_t i = 0; i < num_stripes; ++i) {
+          format.tile_of_down(records[i] + record * record_bytes(shape.format),
+                              tile + i * kStripePairs * kBf16Lanes);
+        }
+        float* out[kChunkRows];
+        for (uint32_t row = 0; row < count; ++row) out[row] = pair_y[pair + row] + record * kRecordRows;
+        float scale;
+        std::memcpy(&scale, block_scales + 4 * (record / kRecordsPerBlock), 4);
+        scale *= bf16_postscale(shape.format);
+        const float scales[2] = {scale, scale};
+        bf16->multiply(panel, tile, num_pairs, scales, out, count);
       }
     }
   }

@@ -13,6 +13,12 @@ void fail_shape(const std::string& field, uint64_t got, const std::string& expec
   throw std::invalid_argument(field + ": got " + std::to_string(got) + ", expected " + expected);
 }
 
+Prefill parse_prefill(const std::string& name) {
+  if (name == "f32") return Prefill::kF32;
+  if (name == "bf16") return Prefill::kBf16;
+  throw std::invalid_argument("prefill: got '" + name + "', expected 'f32' or 'bf16'");
+}
+
 WeightFormat parse_format(const std::string& name) {
   if (name == "fp9") return WeightFormat::kFp9;
   if (name == "fp8") return WeightFormat::kFp8;

@@ -38,11 +38,13 @@ void scale_row(const StepRows& rows, size_t row, size_t hidden, float factor, fl
 
 }  // namespace
 
-Experts::Impl::Impl(const ExpertShape& shape_, uint32_t max_tokens_, Isa isa, ThreadPool& pool_)
+Experts::Impl::Impl(const ExpertShape& shape_, uint32_t max_tokens_, Isa isa, Prefill prefill,
+                    ThreadPool& pool_)
     : shape(checked_shape(shape_, max_tokens_)),
       max_tokens(max_tokens_),
       table(kernel_table(isa)),
       kernels(table.formats[static_cast<int>(shape.format)]),
+      bf16(prefill == Prefill::kBf16 ? &select_bf16(isa) : nullptr),
       pool(pool_),
       x_factor(prescale(shape.format)),
       row_floats(padded_hidden(shape.hidden_size)),
@@ -69,9 +71,9 @@ Experts::Impl::Impl(const ExpertShape& shape_, uint32_t max_tokens_, Isa isa, Th
   }
   first_item.reserve(std::min<size_t>(max_pairs, shape.num_experts) + 1);
   const size_t blocks = ceil_div(row_floats, kScaleBlock);
-  const size_t panel_floats = max_tokens > kMaxDirectRows ? blocks * kChunkRows * kPanelStride : 0;
+  const size_t panel_rows = max_tokens > kMaxDirectRows ? blocks * kChunkRows : 0;
   for (int thread = 0; thread < pool.num_threads(); ++thread) {
-    workspaces.push_back(std::make_unique<Workspace>(panel_floats));
+    workspaces.push_back(std::make_unique<Workspace>(panel_rows, bf16 != nullptr));
   }
 }
 
@@ -122,6 +124,7 @@ void Experts::Impl::prepare(const LayerUnits& step_layer, const StepRows& step) 
 void Experts::Impl::work_on(int thread) {
   const DenormalsOn denormals;
   if (!few_rows()) {
+    if (bf16 != nullptr && bf16->begin != nullptr) bf16->begin();
     scale_x(thread, pool.num_threads());
     pool.barrier();
   }
@@ -134,6 +137,7 @@ void Experts::Impl::work_on(int thread) {
   }
   pool.barrier();
   run_down(thread);
+  if (!few_rows() && bf16 != nullptr && bf16->end != nullptr) bf16->end();
 }
 
 void Experts::Impl::scale_x(int thread, int num_threads) {
@@ -162,8 +166,8 @@ void Experts::Impl::run_read(int thread) {
   read_words.fetch_xor(words, std::memory_order_relaxed);
 }
 
-Experts::Experts(const ExpertShape& shape, uint32_t max_tokens, Isa isa, ThreadPool& pool)
-    : impl_(std::make_unique<Impl>(shape, max_tokens, isa, pool)) {
+Experts::Experts(const ExpertShape& shape, uint32_t max_tokens, Isa isa, ThreadPool& pool, Prefill prefill)
+    : impl_(std::make_unique<Impl>(shape, max_tokens, isa, prefill, pool)) {
   if (!isa_available(isa)) {
     throw std::invalid_argument(std::string("isa: got ") + isa_name(isa) +
                                 ", expected one that this machine can run");
@@ -196,5 +200,7 @@ uint64_t Experts::read_units(const LayerUnits& layer, const StepRows& rows) {
 const ExpertShape& Experts::shape() const { return impl_->shape; }
 
 Isa Experts::isa() const { return impl_->table.isa; }
+
+const char* Experts::prefill() const { return impl_->bf16 != nullptr ? impl_->bf16->name : "f32"; }
 
 }  // namespace duck

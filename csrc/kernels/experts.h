@@ -21,6 +21,20 @@
 // silu itself is within 3 ulp (2.3 measured) of the exact function. tests/kernels/expert_reference.py
 // computes this bound and the tests hold every ISA to it.
 //
+// Prefill in bf16, where that was asked for. In a step, experts of more than eight rows (kMaxDirectRows) take
+// x and the activations rounded to bf16, to nearest, ties to even; the weights are exact in bf16, products
+// exact, sums f32. So a row's bits then also depend on whether its expert has more than eight rows in the
+// step, and on the multipliers (AVX512-BF16 or AMX-BF16), but on nothing else of the above. The order in
+// those experts: gate and up: blocks and parts as above, the products of a block in an order of the
+// instruction's own; down: for each output and expert, its stripes of one scale block (of 128 channels) at a
+// time, a sum like a block's times the scale. The bound for such an expert, with v = 2^-8 (a bf16 has 8
+// significant bits), m = min(128, 16 S) and M = ceil(S / 8) + 1 blocks of stripes, N = K * M:
+//   e(gate) <= (v + (n + min(B, 8) + ceil(B / 8) + 4) (1 + v) u) G, likewise e(up);
+//   e(a) as above plus v (|a| + e(a)), with e(a) from these e(gate), e(up);
+//   e(y) <= (m + N + 12) u D + sum |down| e(a), with D from |a| + e(a).
+// This is the worst case; the errors of random values mostly cancel, docs/performance.md says how far. The
+// multipliers take denormals for zero; in the ranges below they see none.
+//
 // Ranges in which no denormal number but an e4m3 subnormal of fp8 enters an addition or a product, and none
 // leaves one: |x| is 0 or in [2^-40, 2^47); scales are 0 or in [2^-21, 2^40] (gate and up: also smaller ones
 // while |x| * scale >= 2^-71); |topk_weights| is 0 or in [2^-40, 2^40]; activations |silu(gate) * up *
@@ -54,6 +68,12 @@ std::vector<Isa> available_isas();  // from the slowest to the best; scalar is a
 // The ISA of that name. Throws std::invalid_argument, naming `field`, where there is none or this machine
 // lacks it.
 Isa parse_isa(const std::string& field, const std::string& name);
+
+// What experts of more than eight rows in a step are computed with.
+enum class Prefill : uint8_t { kF32 = 0, kBf16 = 1 };
+
+// Throws std::invalid_argument for another name than "f32" and "bf16".
+Prefill parse_prefill(const std::string& name);
 
 enum class ActivationType : uint8_t { kF32 = 0, kBf16 = 1 };
 
@@ -99,7 +119,9 @@ class Experts {
   static constexpr uint32_t kChunkRows = 48;  // rows of an expert that the tile kernels take at once
 
   // Throws std::invalid_argument as checked_shape does, or when this machine lacks the ISA.
-  Experts(const ExpertShape& shape, uint32_t max_tokens, Isa isa, ThreadPool& pool);
+  // Prefill::kBf16: also where it has no bf16 multipliers, as select_bf16() says.
+  Experts(const ExpertShape& shape, uint32_t max_tokens, Isa isa, ThreadPool& pool,
+          Prefill prefill = Prefill::kF32);
   ~Experts();
   Experts(const Experts&) = delete;
   Experts& operator=(const Experts&) = delete;
@@ -115,6 +137,7 @@ class Experts {
 
   const ExpertShape& shape() const;
   Isa isa() const;
+  const char* prefill() const;  // "f32", or the name of the bf16 multipliers
 
  private:
   struct Impl;

@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "kernels/bf16_tiles.h"
 #include "kernels/experts.h"
 #include "kernels/float_buffer.h"
 #include "kernels/kernel_table.h"
@@ -40,12 +41,13 @@ struct Unit {
 };
 
 struct Experts::Impl {
-  Impl(const ExpertShape& shape_, uint32_t max_tokens_, Isa isa, ThreadPool& pool_);
+  Impl(const ExpertShape& shape_, uint32_t max_tokens_, Isa isa, Prefill prefill, ThreadPool& pool_);
 
   const ExpertShape shape;
   const uint32_t max_tokens;
   const KernelTable& table;
   const FormatKernels& kernels;
+  const Bf16Tiles* const bf16;  // what experts of more than kMaxDirectRows rows go through; null: f32 tiles
   ThreadPool& pool;
   const float x_factor;
   const size_t row_floats;     // H'
@@ -65,12 +67,17 @@ struct Experts::Impl {
 
   // One thread's memory for the tile kernels.
   struct Workspace {
-    Workspace(size_t panel_floats)
-        : panel(panel_floats), tile(kTileFloats), dots(2 * kChunkRows * kDotFloats) {}
+    Workspace(size_t panel_rows, bool bf16)
+        : panel(bf16 ? 0 : panel_rows * kPanelStride),
+          tile(bf16 ? 0 : kTileFloats),
+          bf16_panel(bf16 ? panel_rows * kBf16Pairs : 0),
+          bf16_tile(bf16 ? kBf16TileWords : 0),
+          dots(2 * kChunkRows * kDotFloats) {}
     FloatBuffer panel;  // [blocks, kChunkRows, 128]
     FloatBuffer tile;
-    FloatBuffer dots;                // total and part of each row
-    uint64_t panel_of = UINT64_MAX;  // which chunk's x the panel holds
+    AlignedBuffer<uint32_t> bf16_panel, bf16_tile;  // the same in bf16
+    FloatBuffer dots;                               // total and part of each row
+    uint64_t panel_of = UINT64_MAX;                 // which chunk's x the panel holds
   };
   std::vector<std::unique_ptr<Workspace>> workspaces;
 
@@ -107,10 +114,12 @@ struct Experts::Impl {
   void scale_x(int thread, int num_threads);
   void gate_up_part(uint64_t item);
   void gate_up_unit(Workspace& workspace, uint64_t item);
+  void fill_panels(Workspace& workspace, uint32_t first_pair, uint32_t count);
   void gate_up_tiles(Workspace& workspace, const Unit& at, uint32_t count);
   void activate(uint32_t pair, uint32_t stripe, const float* dots);
   void run_down(int thread);
   void down_tiles(Workspace& workspace, uint32_t expert, uint32_t first, uint32_t end);
+  void down_bf16(Workspace& workspace, uint32_t expert, uint32_t first, uint32_t end);
   void run_read(int thread);
 };
 

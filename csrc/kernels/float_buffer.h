@@ -7,21 +7,24 @@
 
 namespace duck {
 
-// 64-byte aligned zeroed floats.
-class FloatBuffer {
+// 64-byte aligned zeroed numbers.
+template <class Number>
+class AlignedBuffer {
  public:
-  explicit FloatBuffer(size_t size)
-      : data_(static_cast<float*>(::operator new(std::max<size_t>(size, 1) * sizeof(float), kAlignment))) {
-    std::fill_n(data_, size, 0.0f);
+  explicit AlignedBuffer(size_t size)
+      : data_(static_cast<Number*>(::operator new(std::max<size_t>(size, 1) * sizeof(Number), kAlignment))) {
+    std::fill_n(data_, size, Number{});
   }
-  ~FloatBuffer() { ::operator delete(data_, kAlignment); }
-  FloatBuffer(const FloatBuffer&) = delete;
-  FloatBuffer& operator=(const FloatBuffer&) = delete;
-  float* data() { return data_; }
+  ~AlignedBuffer() { ::operator delete(data_, kAlignment); }
+  AlignedBuffer(const AlignedBuffer&) = delete;
+  AlignedBuffer& operator=(const AlignedBuffer&) = delete;
+  Number* data() { return data_; }
 
  private:
   static constexpr std::align_val_t kAlignment{64};
-  float* data_;
+  Number* data_;
 };
+
+using FloatBuffer = AlignedBuffer<float>;
 
 }  // namespace duck

@@ -71,16 +71,26 @@ void Experts::Impl::gate_up_unit(Workspace& workspace, uint64_t item) {
   } else {
     if (workspace.panel_of != item - stripe) {
       workspace.panel_of = item - stripe;
-      for (uint32_t row = 0; row < count; ++row) {
-        for (size_t k = 0; k < row_floats; k += kScaleBlock) {
-          table.fill_panel(pair_x[first_pair + row] + k, std::min<size_t>(kScaleBlock, row_floats - k),
-                           workspace.panel.data() + k * kChunkRows + row * kPanelStride);
-        }
-      }
+      fill_panels(workspace, first_pair, count);
     }
     gate_up_tiles(workspace, at, count);
   }
   for (uint32_t row = 0; row < count; ++row) activate(first_pair + row, stripe, dots + row * kDotFloats);
+}
+
+void Experts::Impl::fill_panels(Workspace& workspace, uint32_t first_pair, uint32_t count) {
+  for (uint32_t row = 0; row < count; ++row) {
+    for (size_t k = 0; k < row_floats; k += kScaleBlock) {
+      const float* values = pair_x[first_pair + row] + k;
+      const uint32_t num_values = std::min<size_t>(kScaleBlock, row_floats - k);
+      if (bf16 != nullptr) {
+        bf16->fill_panel(values, num_values,
+                         workspace.bf16_panel.data() + k / 2 * kChunkRows + row * kBf16Pairs);
+      } else {
+        table.fill_panel(values, num_values, workspace.panel.data() + k * kChunkRows + row * kPanelStride);
+      }
+    }
+  }
 }
 
 void Experts::Impl::gate_up_tiles(Workspace& workspace, const Unit& at, uint32_t count) {
@@ -90,17 +100,28 @@ void Experts::Impl::gate_up_tiles(Workspace& workspace, const Unit& at, uint32_t
   for (uint32_t row = 0; row < count; ++row) part_rows[row] = part + row * kDotFloats;
   std::fill_n(dots, count * kDotFloats, 0.0f);
   const size_t bytes = record_bytes(shape.format);
+  const float postscale = bf16 != nullptr ? bf16_postscale(shape.format) : sum_postscale(shape.format);
   for (uint32_t first = 0; first < num_records; first += kRecordsPerBlock) {
     const uint32_t block = first / kRecordsPerBlock;
     if (block % kPartBlocks == 0) std::fill_n(part, count * kDotFloats, 0.0f);
     const uint32_t records = std::min<uint32_t>(kRecordsPerBlock, num_records - first);
-    kernels.tile_of_streams(at.gate_up + 2 * bytes * first, bytes, 2 * bytes, records, workspace.tile.data());
+    const uint8_t* from = at.gate_up + 2 * bytes * first;
+    const size_t panel_row = static_cast<size_t>(block) * kChunkRows;
     float scales[2];
     std::memcpy(&scales[0], at.gate_scales + 4 * block, 4);
     std::memcpy(&scales[1], at.up_scales + 4 * block, 4);
-    for (float& scale : scales) scale *= sum_postscale(shape.format);
-    table.multiply(workspace.panel.data() + static_cast<size_t>(block) * kChunkRows * kPanelStride,
-                   workspace.tile.data(), records * kRecordRows / 2, scales, part_rows, count);
+    for (float& scale : scales) scale *= postscale;
+    if (bf16 != nullptr) {
+      uint32_t* tile = workspace.bf16_tile.data();
+      bf16->formats[static_cast<int>(shape.format)].tile_of_streams(from, bytes, 2 * bytes, records, tile);
+      bf16->multiply(workspace.bf16_panel.data() + panel_row * kBf16Pairs, tile, records * kRecordRows / 2,
+                     scales, part_rows, count);
+    } else {
+      float* tile = workspace.tile.data();
+      kernels.tile_of_streams(from, bytes, 2 * bytes, records, tile);
+      table.multiply(workspace.panel.data() + panel_row * kPanelStride, tile, records * kRecordRows / 2,
+                     scales, part_rows, count);
+    }
     if (block % kPartBlocks == kPartBlocks - 1 || first + records == num_records) {
       for (uint32_t i = 0; i < count * kDotFloats; ++i) dots[i] += part[i];
     }

@@ -14,7 +14,9 @@
 #include "kernels/kernel_table.h"
 #include "kernels/weight_format.h"
 
+#ifndef DUCK_INLINE
 #define DUCK_INLINE __attribute__((always_inline)) inline
+#endif
 
 namespace duck {
 

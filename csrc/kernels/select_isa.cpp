@@ -6,15 +6,13 @@
 #include <string>
 
 #include "kernels/kernel_table.h"
+#include "kernels/os_states.h"
 
 namespace duck {
 namespace {
 
-constexpr uint64_t kXcr0Avx = 0x6;      // the OS saves xmm and ymm
-constexpr uint64_t kXcr0Avx512 = 0xe6;  // and the mask registers, zmm0-15 and zmm16-31
-
-// The register states that the OS saves on a task switch; 0 when it offers no XSAVE. A CPU flag alone does
-// not say that an instruction may be used: the OS (or a hypervisor) can leave its registers off.
+// The register states that the OS saves on a task switch; 0 when it offers no XSAVE. The OS (or a hypervisor)
+// can leave registers off that the CPU's flags promise.
 uint64_t os_saved_states() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & bit_OSXSAVE)) return 0;
@@ -22,8 +20,6 @@ uint64_t os_saved_states() {
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   return (static_cast<uint64_t>(high) << 32) | low;
 }
-
-bool os_saves(uint64_t states) { return (os_saved_states() & states) == states; }
 
 bool read_is_amd() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
@@ -43,6 +39,8 @@ std::string available_names() {
 }
 
 }  // namespace
+
+bool os_saves(uint64_t states) { return (os_saved_states() & states) == states; }
 
 const char* isa_name(Isa isa) {
   switch (isa) {

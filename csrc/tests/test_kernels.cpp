@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -12,6 +13,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "kernels/bf16_tiles.h"
 #include "kernels/experts.h"
 #include "kernels/pack.h"
 #include "kernels/weight_format.h"
@@ -96,13 +98,14 @@ Step random_step(const Layer& layer, uint32_t num_tokens, uint32_t top_k, float 
   return step;
 }
 
-std::vector<float> run(const Layer& layer, const Step& step, Isa isa, int num_threads) {
+std::vector<float> run(const Layer& layer, const Step& step, Isa isa, int num_threads,
+                       Prefill prefill = Prefill::kF32) {
   ThreadPool pool(num_threads, 0);
   const StepRows rows = step.rows(layer.hidden);
   Experts experts(
       {static_cast<uint32_t>(layer.hidden), static_cast<uint32_t>(layer.intermediate),
        static_cast<uint32_t>(layer.experts), step.top_k, 0, static_cast<uint32_t>(layer.stripes())},
-      rows.num_tokens, isa, pool);
+      rows.num_tokens, isa, pool, prefill);
   std::vector<float> y(rows.num_tokens * layer.hidden, -7.0f);
   experts.run(layer.view(), rows, y.data());
   return y;
@@ -131,6 +134,53 @@ void test_sizes_and_threads() {
       }
     }
   }
+}
+
+// Whether this CPU has bf16 multipliers; says so where it has none.
+bool has_bf16() {
+  if (!available_bf16().empty()) return true;
+  std::puts("no bf16 multipliers on this CPU: prefill in bf16 is not tested");
+  return false;
+}
+
+// Every multiplier that is there, forced.
+template <class Test>
+void with_each_bf16(const Test& test) {
+  for (const std::string& name : available_bf16()) {
+    setenv("DUCK_FORCE_BF16", name.c_str(), 1);
+    test();
+    unsetenv("DUCK_FORCE_BF16");
+  }
+}
+
+void test_bf16_sizes_and_threads() {
+  for (auto [hidden, intermediate] :
+       {std::pair<size_t, size_t>{1, 1}, {31, 15}, {33, 17}, {200, 40}, {257, 145}}) {
+    const Layer layer = random_layer(hidden, intermediate, 1, 0x1p-9f, 0x1p-9f);
+    for (uint32_t num_tokens : {9, 16, 17, 49, 97}) {
+      const Step step = random_step(layer, num_tokens, 1, 1.0f);
+      const auto f32 = run(layer, step, Isa::kAvx512, 1);
+      float largest = 0.0f;
+      for (float value : f32) largest = std::max(largest, std::fabs(value));
+      const auto y = run(layer, step, Isa::kAvx512, 1, Prefill::kBf16);
+      for (size_t i = 0; i < y.size(); ++i) CHECK(std::fabs(y[i] - f32[i]) <= 2e-2f * largest);
+      CHECK(!same_bits(y, f32));
+      for (int num_threads : {2, 5}) {
+        CHECK(same_bits(run(layer, step, Isa::kAvx512, num_threads, Prefill::kBf16), y));
+      }
+    }
+  }
+}
+
+void test_bf16_run_allocates_nothing() {
+  const Layer layer = random_layer(96, 40, 1, 0x1p-9f, 0x1p-9f);
+  const Step step = random_step(layer, 60, 1, 1.0f);
+  std::vector<float> y(60 * 96);
+  ThreadPool pool(2, 0);
+  Experts experts({96, 40, 1, 1, 0, 3}, 60, Isa::kAvx512, pool, Prefill::kBf16);
+  const int64_t before = num_allocations;
+  for (int i = 0; i < 10; ++i) experts.run(layer.view(), step.rows(96), y.data());
+  CHECK(num_allocations == before);
 }
 
 constexpr unsigned kDenormalsAreZero = 0x0040, kFlushToZero = 0x8000;
@@ -221,6 +271,10 @@ void test_e4m3_rounding() {
 int main() {
   duck::test_sizes_and_threads();
   duck::test_no_denormals();
+  if (duck::has_bf16()) {
+    duck::with_each_bf16(duck::test_bf16_sizes_and_threads);
+    duck::with_each_bf16(duck::test_bf16_run_allocates_nothing);
+  }
   duck::test_run_allocates_nothing();
   duck::test_errors_leave_y_alone();
   duck::test_e4m3_rounding();

@@ -55,10 +55,10 @@ int checked_threads(const ExpertShape& shape, const StepLoopLimits& limits, int 
 class StepServer {
  public:
   StepServer(const ExpertShape& shape, const StepLoopLimits& limits, int num_threads, bool pin_threads,
-             const std::string& isa)
+             const std::string& isa, const std::string& prefill)
       : pin_threads_(pin_threads),
         pool_(checked_threads(shape, limits, num_threads), limits.spin_us, pin_threads),
-        experts_(shape, limits.max_step_tokens, parse_isa(isa), pool_),
+        experts_(shape, limits.max_step_tokens, parse_isa(isa), pool_, parse_prefill(prefill)),
         loop_(experts_, layers_, limits) {}
 
   void add_layer(uint32_t layer, UnitsArray units) {
@@ -91,6 +91,7 @@ class StepServer {
   }
 
   std::string isa() const { return isa_name(experts_.isa()); }
+  std::string prefill() const { return experts_.prefill(); }
 
  private:
   const bool pin_threads_;
@@ -110,24 +111,26 @@ void bind_worker(nb::module_& m) {
           [](StepServer* self, uint32_t hidden_size, uint32_t intermediate_size, uint32_t num_experts,
              uint32_t top_k, uint32_t first_stripe, uint32_t num_stripes, uint32_t max_step_tokens,
              int num_threads, int spin_us, int64_t frame_timeout_ms, int64_t send_timeout_ms,
-             const std::string& isa, const std::string& format, bool pin_threads) {
+             const std::string& isa, const std::string& format, bool pin_threads,
+             const std::string& prefill) {
             const ExpertShape shape{hidden_size,  intermediate_size, num_experts,         top_k,
                                     first_stripe, num_stripes,       parse_format(format)};
             new (self) StepServer(shape, {max_step_tokens, spin_us, frame_timeout_ms, send_timeout_ms},
-                                  num_threads, pin_threads, isa);
+                                  num_threads, pin_threads, isa, prefill);
           },
           nb::kw_only(), nb::arg("hidden_size"), nb::arg("intermediate_size"), nb::arg("num_experts"),
           nb::arg("top_k"), nb::arg("first_stripe"), nb::arg("num_stripes"), nb::arg("max_step_tokens"),
           nb::arg("num_threads"), nb::arg("spin_us") = 0, nb::arg("frame_timeout_ms") = 30'000,
           nb::arg("send_timeout_ms") = 60'000, nb::arg("isa") = "auto", nb::arg("format") = "fp9",
-          nb::arg("pin_threads") = false)
+          nb::arg("pin_threads") = false, nb::arg("prefill") = "f32")
       .def("add_layer", &StepServer::add_layer, nb::arg("layer"), nb::arg("units").noconvert(),
            "Takes the slice's units [E, S, unit_bytes] u8 of a layer; kept alive, not copied.")
       .def("serve", &StepServer::serve, nb::arg("fd"), nb::call_guard<nb::gil_scoped_release>(),
            "Serves steps until the connection ends: (reason, message, steps_served), where reason is closed, "
            "lost, "
            "malformed or timeout. Does not close fd.")
-      .def_prop_ro("isa", &StepServer::isa);
+      .def_prop_ro("isa", &StepServer::isa)
+      .def_prop_ro("prefill", &StepServer::prefill, "f32, or the name of the bf16 multipliers.");
 }
 
 }  // namespace duck

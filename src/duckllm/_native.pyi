@@ -24,6 +24,21 @@ def available_isas() -> list[str]:
     Names of the instruction sets that this machine can run, from the slowest to the best.
     """
 
+def available_bf16() -> list[str]:
+    """
+    Names of the bf16 multipliers that prefill='bf16' can use here, avx512_bf16 and amx_bf16, from the
+    slowest to the best.
+    """
+
+def select_bf16(isa: str) -> str:
+    """
+    Name of the bf16 multipliers that prefill='bf16' uses with an instruction set: the best, or those that
+    DUCK_FORCE_BF16 names.
+
+    Raises:
+        ValueError: there are none, another ISA than avx512, or the variable names none that is there.
+    """
+
 def unit_bytes(hidden_size: int, format: str = "fp9") -> int:
     """
     Bytes of one unit (expert, stripe) in the format fp9 or fp8.
@@ -87,7 +102,12 @@ class Experts:
 
     One run at a time. csrc/kernels/experts.h states the order of summation, the error bound and
     the valid ranges; a row's result depends neither on the other rows nor on the threads. With
-    pin_threads each thread stays on a core of its own, the caller's while it computes.
+    pin_threads each thread stays on a core of its own, the caller's while it computes. With prefill
+    bf16, experts of more than 8 rows of a step take x and activations rounded to bf16; experts.h states
+    the error, and that a row's result then also depends on whether its expert has more than 8 rows.
+
+    Raises:
+        ValueError: sizes or names that make no sense; bf16 where the CPU or the ISA lacks it.
     """
 
     def __init__(
@@ -104,6 +124,7 @@ class Experts:
         isa: str = "auto",
         format: str = "fp9",
         pin_threads: bool = False,
+        prefill: str = "f32",
     ) -> None: ...
     def run(
         self,
@@ -168,6 +189,10 @@ class Experts:
 
     @property
     def isa(self) -> str: ...
+    @property
+    def prefill(self) -> str:
+        """f32, or the name of the bf16 multipliers: available_bf16()."""
+
     @property
     def num_threads(self) -> int: ...
 
@@ -411,6 +436,7 @@ class StepServer:
         isa: str = "auto",
         format: str = "fp9",
         pin_threads: bool = False,
+        prefill: str = "f32",
     ) -> None: ...
     def add_layer(
         self,
@@ -428,6 +454,9 @@ class StepServer:
 
     @property
     def isa(self) -> str: ...
+    @property
+    def prefill(self) -> str:
+        """f32, or the name of the bf16 multipliers."""
 
 def recode_units(
     units: numpy.typing.NDArray[numpy.uint8],

@@ -16,6 +16,7 @@ from duckllm.cluster import open_cluster
 from duckllm.config import ClusterConfig, available_cores
 from duckllm.models.registry import ModelFolder, load_config, load_model
 from duckllm.moe.placement import plan_workers
+from duckllm.prefill import check_prefill, select_isa
 from duckllm.transport.transport import Transport
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ class ClusterInfo:
     Args:
         num_workers: Workers; 0 when the experts run in this process.
         weight_format: Format that the experts are computed in; several, with a plus, where workers differ.
-        isas: Instruction set of each worker, in worker order, or of this process.
+        isas: Instruction set of each worker, in worker order, or of this process; with a plus, the bf16
+            multipliers where prefill uses them.
         addresses: Address of each worker, in worker order.
         pids: Process id of each worker on its node, in worker order.
     """
@@ -51,9 +53,11 @@ def begin_workers(stack: ExitStack, model: ModelFolder, config: ClusterConfig) -
     """Starts or finds the workers and gives each its plan; ``stack`` lets go of them.
 
     Raises:
-        ConfigError: More workers than stripes, or a malformed address.
+        ConfigError: More workers than stripes, a malformed address, or bf16 on a CPU that lacks it.
         ClusterError: A worker does not start, cannot be reached or refuses.
     """
+    if not config.addresses:
+        check_prefill(config.prefill, select_isa())
     # Before the processes start, as it refuses more workers than there are stripes.
     plans = plan_workers(
         model.manifest,
@@ -137,6 +141,7 @@ def _experts_here(model: ModelFolder, config: ClusterConfig) -> tuple[ExpertExec
         max_step_tokens=config.max_step_tokens,
         num_threads=config.threads_per_worker or available_cores(),
         weight_format=config.weight_format,
+        prefill=config.prefill,
     )
     return experts, ClusterInfo(0, experts.weight_format, (experts.isa,))
 

@@ -12,6 +12,7 @@ from duckllm.errors import ConfigError, InWords
 
 WIRE_DTYPES = ("f32", "bf16")
 WEIGHT_FORMATS = ("fp9", "fp8")  # what each is, duckllm.weights.formats says
+PREFILLS = ("f32", "bf16")  # csrc/kernels/experts.h says what each computes
 FORMAT_CHOICES = ("auto", *WEIGHT_FORMATS)
 MAX_WORKERS = 1024
 MAX_THREADS = 1024
@@ -33,6 +34,9 @@ class ClusterConfig:
             in memory where the model is stored in the other; ``"auto"`` takes what is stored, unless the
             slice is large, the copy has room and was measured to be faster by 5 %. A worker's own
             ``--format`` goes before.
+        prefill: What the experts of a prompt are computed with, in this process or on workers started here:
+            ``"f32"``, or ``"bf16"``, which rounds activations and needs a CPU with AVX512-BF16 or AMX-BF16. A
+            worker elsewhere decides by its own ``--prefill``.
         max_step_tokens: Most tokens in one step.
         connect_timeout_s: Limit for connecting and for each message before the first step, seconds.
         prepare_timeout_s: Limit for a worker to map and verify its weights, seconds.
@@ -47,6 +51,7 @@ class ClusterConfig:
     wire_dtype: str = "f32"
     reply_dtype: str = "f32"
     weight_format: str = "auto"
+    prefill: str = "f32"
     max_step_tokens: int = 256
     connect_timeout_s: float = 10.0
     prepare_timeout_s: float = 600.0
@@ -70,6 +75,7 @@ class ClusterConfig:
             ("wire_dtype", WIRE_DTYPES),
             ("reply_dtype", WIRE_DTYPES),
             ("weight_format", FORMAT_CHOICES),
+            ("prefill", PREFILLS),
         ):
             value = getattr(self, field)
             if not isinstance(value, str) or value not in known:

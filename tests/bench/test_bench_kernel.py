@@ -350,10 +350,11 @@ def test_the_command_ends_with_one_json_line(tmp_path: Path) -> None:
     result = json.loads(last)
     assert set(result) == {
         "benchmark", "commit", "date", "cpu", "cores", "kernel", "caches", "other_load_cores", "shape",
-        "experts", "rows", "format", "threads", "isa", "repeats", "hot", "full", "size", "verified",
-        "fma_gflop_per_s", "lines", "derived", "notes",
+        "experts", "rows", "format", "threads", "isa", "prefill", "repeats", "hot", "full", "size",
+        "verified", "fma_gflop_per_s", "lines", "derived", "notes",
     }  # fmt: skip
     assert (result["benchmark"], result["isa"], result["threads"]) == ("kernel", "scalar", 1)
+    assert result["prefill"] == "f32"
     assert [set(each) for each in result["lines"]] == [{
         "shape", "format", "experts", "rows", "routing", "step_bytes", "error", "step_us", "least_us",
         "most_us", "gparam_per_s", "gb_per_s", "read_gb_per_s", "units_gb_per_s", "loops_gb_per_s",
@@ -385,6 +386,26 @@ def test_scalar_and_best_verify_alike(random: RandomExperts) -> None:
         step = ExpertStep(random, units, num_tokens=2, top_k=3, threads=1, isa=isa)
         assert step.experts.isa == isa
         assert step.verify() < 1e-6
+
+
+@pytest.mark.skipif(not _native.available_bf16(), reason="this CPU has no bf16 multipliers")
+def test_prefill_in_bf16_is_measured_and_named() -> None:
+    config = KernelConfig(
+        shape=("demo",), experts=(2,), rows=(9,), format=("fp9",), threads=1, isa="avx512", prefill="bf16"
+    )
+    run = measure_kernels(config, size_bytes=4 << 20)
+    assert all(1e-4 < each.error < 1e-2 for each in run.lines)
+    assert run_json(run)["prefill"] == _native.select_bf16("avx512")
+    text = io.StringIO()
+    print_kernels(run, Console(file=text, width=300, highlight=False, markup=False))
+    assert f"more than 8 rows of an expert with {_native.select_bf16('avx512')}" in text.getvalue()
+
+
+def test_prefill_in_bf16_needs_the_instruction_set() -> None:
+    with pytest.raises(ConfigError, match="prefill: got 'bf16', expected f32"):
+        KernelConfig(isa="scalar", prefill="bf16")
+    with pytest.raises(ConfigError, match="prefill: got 'f16', expected one of f32, bf16"):
+        KernelConfig(prefill="f16")
 
 
 def test_dense_layers_are_measured_and_shown() -> None:

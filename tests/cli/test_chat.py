@@ -85,12 +85,13 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
     token.write_text("secret\n")
     token.chmod(0o600)
     arguments = "/m --prompt x --workers a:1,b:2 --wire-dtype bf16 --threads-per-worker 3 --max-model-len 99"
-    arguments += " --format fp8"
+    arguments += " --format fp8 --prefill bf16"
     sampling = "--temperature 0.5 --top-k 4 --top-p 0.75 --min-p 0.25 --seed 6 --max-tokens 8"
     done = duckllm("chat", *arguments.split(), *sampling.split(), "--token-file", str(token))
     options = {
         "wire_dtype": "bf16",
         "weight_format": "fp8",
+        "prefill": "bf16",
         "threads_per_worker": 3,
         "cluster_token": "secret",
     }
@@ -104,7 +105,8 @@ def test_what_is_not_given_is_the_models_own(duckllm: Any, monkeypatch: pytest.M
     monkeypatch.delenv("DUCKLLM_CLUSTER_TOKEN", raising=False)
     monkeypatch.setattr(FakeModel, "default_sampling_params", SamplingParams(temperature=0.25, top_k=9))
     done = duckllm("chat", "--prompt", "x", "--max-tokens", "5")
-    options = {"wire_dtype": "f32", "weight_format": "auto", "threads_per_worker": 0, "cluster_token": None}
+    options = {"wire_dtype": "f32", "weight_format": "auto", "prefill": "f32"}
+    options |= {"threads_per_worker": 0, "cluster_token": None}
     assert done.loaded == [(None, {"workers": 2, **options}, None)]
     assert done.model.params == [SamplingParams(temperature=0.25, top_k=9, max_tokens=5)]
 

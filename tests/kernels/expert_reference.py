@@ -13,6 +13,7 @@ import numpy as np
 from duckllm import _native
 
 UNIT_ROUNDOFF = 2.0**-24
+BF16_ROUNDOFF = 2.0**-8
 SMALLEST_ACTIVATION = 2.0**-50
 SILU_RELATIVE = 6 * UNIT_ROUNDOFF  # 3 ulp
 
@@ -109,8 +110,12 @@ def expert_sums(
     topk_ids: np.ndarray,
     topk_weights: np.ndarray,
     channels: slice = slice(None),
+    *,
+    bf16: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The exact sums y [T, H] in float64 and the bound on the error of the native kernels.
+
+    With bf16 the bound is that of experts of more than 8 rows with prefill in bf16.
 
     It follows the order of summation of csrc/kernels/experts.h, to first order in the roundoff u: a chain
     of n multiply-adds is within (n + 1) u of the sum of absolute terms, where kernels without FMA need the 1;
@@ -120,9 +125,15 @@ def expert_sums(
     y, bound = np.zeros_like(x), np.zeros_like(x)
     magnitude = np.zeros_like(x)
     blocks = -(-layer.hidden // 128)
-    dot_error = (min(layer.hidden, 128) / 2 + min(blocks, 8) + -(-blocks // 8) + 4) * UNIT_ROUNDOFF
+    chain = min(layer.hidden, 128) / (1 if bf16 else 2)
+    dot_error = (chain + min(blocks, 8) + -(-blocks // 8) + 4) * UNIT_ROUNDOFF
+    rounding = BF16_ROUNDOFF if bf16 else 0.0
+    dot_error = rounding + (1 + rounding) * dot_error
     stripes = len(range(*channels.indices(layer.num_stripes * 16))) // 16
-    sum_error = (stripes * topk_ids.shape[1] + 12) * UNIT_ROUNDOFF
+    num_sums = stripes * topk_ids.shape[1]
+    if bf16:
+        num_sums = min(128, 16 * stripes) + topk_ids.shape[1] * (-(-stripes // 8) + 1)
+    sum_error = (num_sums + 12) * UNIT_ROUNDOFF
     for row in range(x.shape[0]):
         for expert, weight in zip(topk_ids[row], weights[row], strict=True):
             gate, up, down = layer.dense(expert)
@@ -133,8 +144,9 @@ def expert_sums(
             ds = 1.1 * dg + SILU_RELATIVE * abs(s)
             a = s * u * weight
             da = abs(weight) * (ds * (abs(u) + du) + abs(s) * du) + 4 * UNIT_ROUNDOFF * abs(a)
+            da += rounding * (abs(a) + da)
             y[row] += down @ a
-            magnitude[row] += abs(down) @ abs(a)
+            magnitude[row] += abs(down) @ (abs(a) + da if bf16 else abs(a))
             bound[row] += abs(down) @ (da + SMALLEST_ACTIVATION)
     return y, bound + sum_error * magnitude
 

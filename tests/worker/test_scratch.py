@@ -52,6 +52,7 @@ def plan_of(hidden_size: int, intermediate_size: int, top_k: int, stripes: int, 
     )
 
 
+@pytest.mark.parametrize("prefill", ["f32", "bf16"])
 @pytest.mark.parametrize("num_tokens", [1, 8, 9, 256])
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize(
@@ -59,8 +60,16 @@ def plan_of(hidden_size: int, intermediate_size: int, top_k: int, stripes: int, 
     [(7168, 2048, 8, 4), (7168, 2048, 8, 128), (2000, 1000, 6, 60), (256, 128, 4, 8), (72, 104, 3, 1)],
 )
 def test_the_estimate_is_what_is_allocated(
-    hidden_size: int, intermediate_size: int, top_k: int, stripes: int, num_threads: int, num_tokens: int
+    hidden_size: int,
+    intermediate_size: int,
+    top_k: int,
+    stripes: int,
+    num_threads: int,
+    num_tokens: int,
+    prefill: str,
 ) -> None:
+    if prefill == "bf16" and not _native.available_bf16():
+        pytest.skip("this CPU has no bf16 multipliers")
     plan = plan_of(hidden_size, intermediate_size, top_k, stripes, max_step_tokens=num_tokens)
     got = []
     for _ in range(3):  # threads of other tests may allocate meanwhile: once, but not twice
@@ -74,11 +83,14 @@ def test_the_estimate_is_what_is_allocated(
             num_stripes=stripes,
             max_step_tokens=num_tokens,
             num_threads=num_threads,
+            prefill=prefill,
         )
         got.append(allocated_bytes() - before)
         del server
     # 10 %, and 4 KiB for objects and for what malloc adds to each piece.
-    assert scratch_bytes(plan, num_tokens, num_threads) == pytest.approx(median(got), rel=0.1, abs=4096)
+    assert scratch_bytes(plan, num_tokens, num_threads, prefill) == pytest.approx(
+        median(got), rel=0.1, abs=4096
+    )
 
 
 def test_the_scratch_of_the_largest_step_is_bounded(model: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:

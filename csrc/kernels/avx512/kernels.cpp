@@ -2,12 +2,14 @@
 // together. Under GCC a record row's broadcast is a memory operand of the FMA.
 #include <immintrin.h>
 
+#include "kernels/avx512/words.h"
 #include "kernels/lane_kernels.h"
 
 namespace duck::avx512 {
 
 struct Lanes {
   using Floats = __m512;
+  using Words = Avx512Words<Lanes>;
   static constexpr int kLanes = 16;
   static constexpr int kBlockRows = 8;  // of the direct kernels: 16 sums
   static constexpr int kTileRows = 12;  // of the tile kernels: 24 sums of 32 registers
@@ -20,32 +22,12 @@ struct Lanes {
     high = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
   }
 
-  static DUCK_INLINE __m512i load_rows(const uint8_t* record, int pair) {
-    return _mm512_loadu_si512(record + 4 * kStripeChannels * (pair / 2));
-  }
-  // Multiplies the bytes of the pair by 16 and the others by 0.
-  static DUCK_INLINE __m512i factors(int pair) {
-    return _mm512_set1_epi16(static_cast<int16_t>(pair % 2 == 0 ? 16 : 16 << 8));
-  }
-
   struct Fp9 {
     static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kFp9);
     static constexpr float kPostscale = sum_postscale(WeightFormat::kFp9);
     template <bool kSpareMultipliers>
     static DUCK_INLINE void decode(const uint8_t* record, int pair, int, Floats& low, Floats& high) {
-      const __m512i rows = load_rows(record, pair);
-      const __m512i signs = _mm512_slli_epi16(_mm512_loadu_si512(record + kRecordWeights), pair);
-      __m512i magnitudes;
-      if constexpr (kSpareMultipliers) {
-        const __m512i moved = pair % 2 == 0 ? _mm512_slli_epi16(rows, 4) : _mm512_srli_epi16(rows, 4);
-        magnitudes = _mm512_and_si512(moved, _mm512_set1_epi16(0x0ff0));
-      } else {
-        magnitudes = _mm512_maddubs_epi16(rows, factors(pair));
-      }
-      constexpr int kFirstOrSecondAndThird = 0xf8;  // a | (b & c)
-      split(
-          _mm512_ternarylogic_epi32(magnitudes, signs, _mm512_set1_epi16(INT16_MIN), kFirstOrSecondAndThird),
-          low, high);
+      split(Words::fp9<kSpareMultipliers>(record, pair), low, high);
     }
   };
 
@@ -54,14 +36,7 @@ struct Lanes {
     static constexpr float kPostscale = sum_postscale(WeightFormat::kFp8);
     template <bool kSpareMultipliers>
     static DUCK_INLINE void decode(const uint8_t* record, int pair, int, Floats& low, Floats& high) {
-      const __m512i rows = load_rows(record, pair);
-      __m512i words;  // sign-extended bytes times 16
-      if constexpr (kSpareMultipliers) {
-        words = _mm512_srai_epi16(pair % 2 == 0 ? _mm512_slli_epi16(rows, 8) : rows, 4);
-      } else {
-        words = _mm512_maddubs_epi16(factors(pair), rows);
-      }
-      split(_mm512_and_si512(words, _mm512_set1_epi16(static_cast<int16_t>(0x87f0))), low, high);
+      split(Words::fp8<kSpareMultipliers>(record, pair), low, high);
     }
   };
 
@@ -72,7 +47,7 @@ struct Lanes {
     static constexpr float kPostscale = sum_postscale(WeightFormat::kFp8Normal);
     template <bool kSpareMultipliers>
     static DUCK_INLINE void decode(const uint8_t* record, int pair, int, Floats& low, Floats& high) {
-      const __m512i rows = load_rows(record, pair);
+      const __m512i rows = Words::load_rows(record, pair);
       const __m512i codes = _mm512_and_si512(rows, _mm512_set1_epi8(0x7f));
       const __m512i table = _mm512_set_epi64(kSmallCorrections, 0, kSmallCorrections, 0, kSmallCorrections, 0,
                                              kSmallCorrections, 0);
@@ -83,13 +58,10 @@ struct Lanes {
         const __m512i moved = pair % 2 == 0 ? _mm512_slli_epi16(bytes, 4) : _mm512_srli_epi16(bytes, 4);
         magnitudes = _mm512_and_si512(moved, _mm512_set1_epi16(0x0ff0));
       } else {
-        magnitudes = _mm512_maddubs_epi16(bytes, factors(pair));
+        magnitudes = _mm512_maddubs_epi16(bytes, Words::factors(pair));
       }
       const __m512i signs = pair % 2 == 0 ? _mm512_slli_epi16(rows, 8) : rows;
-      constexpr int kFirstOrSecondAndThird = 0xf8;  // a | (b & c)
-      split(
-          _mm512_ternarylogic_epi32(magnitudes, signs, _mm512_set1_epi16(INT16_MIN), kFirstOrSecondAndThird),
-          low, high);
+      split(Words::or_signs(magnitudes, signs), low, high);
     }
   };
 

@@ -21,8 +21,9 @@ from duckllm.bench.ceilings import (
 from duckllm.bench.expert_step import MOST_STEPS, ExpertStep, RandomExperts, SliceShape, gb_per_s
 from duckllm.bench.machine import Caches, LoadMeter, OtherLoad, available_memory_bytes, read_caches
 from duckllm.bench.memory import U8
-from duckllm.config import WEIGHT_FORMATS, available_cores
+from duckllm.config import PREFILLS, WEIGHT_FORMATS, available_cores
 from duckllm.errors import ConfigError, InWords
+from duckllm.prefill import check_prefill
 
 SHAPES = {
     "deepseek-32": SliceShape("DeepSeek-V3.2 cut 32 ways", 7168, 4),
@@ -60,6 +61,7 @@ class KernelConfig:
         repeats: Rounds of each cell; every round has up to five steps.
         hot: Every step takes the same experts, instead of experts that are in no cache.
         full: The whole grid.
+        prefill: What experts of more than 8 rows are computed with, f32 or bf16.
 
     Raises:
         ConfigError: A field is out of range.
@@ -74,12 +76,14 @@ class KernelConfig:
     repeats: int = FEWEST_REPEATS
     hot: bool = False
     full: bool = False
+    prefill: str = "f32"
 
     def __post_init__(self) -> None:
         for field_name, values, known in (
             ("shape", self.shape, tuple(SHAPES)),
             ("format", self.format, WEIGHT_FORMATS),
             ("isa", (self.isa,), ("auto", *_native.available_isas())),
+            ("prefill", (self.prefill,), PREFILLS),
         ):
             for value in values:
                 if value not in known:
@@ -96,6 +100,7 @@ class KernelConfig:
             raise ConfigError("threads", self.threads, f"1 to {cores}, the cores that this process may use")
         if not FEWEST_REPEATS <= self.repeats <= MOST_REPEATS:
             raise ConfigError("repeats", self.repeats, f"{FEWEST_REPEATS} to {MOST_REPEATS}")
+        check_prefill(self.prefill, _native.select_isa() if self.isa == "auto" else self.isa)
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,8 @@ class KernelLine:
         units_gb_per_s: A plain read of the same units by the kernel's threads.
         loops_gb_per_s: A plain read by the best of the ceilings' loops.
         fastest_of_ceiling: The share of the ceiling by the fastest sample of each.
-        of_fma: The share of the multiply-add peak of the same run.
+        of_fma: The share of the multiply-add peak of the same run, in f32.
+        prefill: f32, or the bf16 multipliers of experts of more than 8 rows.
     """
 
     cell: Cell
@@ -147,6 +153,7 @@ class KernelLine:
     loops_gb_per_s: float
     fastest_of_ceiling: float
     of_fma: float = 0.0
+    prefill: str = "f32"
 
     @property
     def read_gb_per_s(self) -> float:
@@ -313,6 +320,7 @@ def measure_cell(
         weight_format=cell.format,
         layer_experts=shape.num_experts if cell.routing == OWN else None,
         hot=config.hot,
+        prefill=config.prefill,
     )
     error = step.verify()
     if config.hot:
@@ -329,6 +337,7 @@ def measure_cell(
     return KernelLine(
         cell=cell,
         isa=step.experts.isa,
+        prefill=step.experts.prefill,
         error=error,
         step_s=step_s,
         least_s=min(step.seconds),

@@ -60,6 +60,7 @@ def run_json(run: KernelRun) -> dict[str, object]:
         **config,
         "threads": run.threads,
         "isa": run.lines[0].isa if run.lines else run.config.isa,
+        "prefill": run.lines[0].prefill if run.lines else run.config.prefill,
         "repeats": run.config.repeats,
         "hot": run.config.hot,
         "full": run.config.full,
@@ -99,6 +100,8 @@ def line_json(line: KernelLine) -> dict[str, object]:
 def print_kernels(run: KernelRun, console: Console) -> None:
     """A table for each shape, what follows from it, and what the figures do not say."""
     isa = run.lines[0].isa if run.lines else run.config.isa
+    if run.config.prefill == "bf16" and run.lines:
+        isa += f", more than 8 rows of an expert with {run.lines[0].prefill}"
     console.print(
         f"{cpu_name()}, {run.threads} threads, {isa}, {'hot' if run.config.hot else 'cold'}, commit "
         f"{commit()}. Multiply-add peak {run.fma_gflop_per_s:.0f} GFLOP/s. Medians of {run.config.repeats} "

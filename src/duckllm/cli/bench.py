@@ -117,6 +117,9 @@ def kernel(
     repeats: Annotated[int, typer.Option(help="Rounds of each line, 9 or more.")] = 9,
     hot: Annotated[bool, typer.Option("--hot", help="The same experts in every step, from a cache.")] = False,
     full: Annotated[bool, typer.Option("--full", help="The whole grid, up to 512 rows.")] = False,
+    prefill: Annotated[
+        str, typer.Option(help="What experts of more than 8 rows are computed with: f32 or bf16.")
+    ] = "f32",
     linear: Annotated[
         bool, typer.Option("--linear", help="The dense layers of the models instead, with 1 row and 8.")
     ] = False,
@@ -150,8 +153,10 @@ def kernel(
         repeats=repeats,
         hot=hot,
         full=full,
+        prefill=prefill,
     )
-    for field, given in {"shape": shape, "experts": experts, "hot": hot, "full": full, "plot": plot}.items():
+    beside = {"shape": shape, "experts": experts, "hot": hot, "full": full, "plot": plot}
+    for field, given in (beside | {"prefill": prefill if prefill != "f32" else ""}).items():
         if linear and given:
             raise ConfigError(field, str(given), "nothing beside --linear, which measures dense layers")
     if plot is not None:

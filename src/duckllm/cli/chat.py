@@ -77,6 +77,13 @@ def chat(
         str,
         typer.Option("--format", help="Format that experts are computed in: fp9, fp8 or auto (the faster)."),
     ] = "auto",
+    prefill: Annotated[
+        str,
+        typer.Option(
+            help="What a prompt's experts are computed with here: f32, or bf16, which rounds activations; "
+            "workers at addresses have an option of their own."
+        ),
+    ] = "f32",
     threads_per_worker: Annotated[
         int, typer.Option(help="Compute threads of each worker started here; 0 divides the cores.")
     ] = 0,
@@ -94,7 +101,8 @@ def chat(
     changes |= {"seed": seed, "max_tokens": max_tokens}
     overrides = {field: value for field, value in changes.items() if value is not None}
     question = _question(prompt, as_json)
-    options = _cluster_options(workers, wire_dtype, weight_format, threads_per_worker, token_file)
+    options: dict[str, Any] = {"wire_dtype": wire_dtype, "weight_format": weight_format, "prefill": prefill}
+    options = _cluster_options(workers, options | {"threads_per_worker": threads_per_worker}, token_file)
     _check_sampling(overrides)
     _check_utf8("system", system or "")
     with keys_unseen(), _load(model, options, max_model_len) as llm:
@@ -187,16 +195,9 @@ def _read_stdin() -> bytes:
     return data
 
 
-def _cluster_options(
-    workers: str, wire_dtype: str, weight_format: str, threads_per_worker: int, token_file: Path | None
-) -> dict[str, Any]:
+def _cluster_options(workers: str, options: dict[str, Any], token_file: Path | None) -> dict[str, Any]:
     """The arguments of LLM about workers, known to be valid before anything is loaded."""
-    options: dict[str, Any] = {
-        "wire_dtype": wire_dtype,
-        "weight_format": weight_format,
-        "threads_per_worker": threads_per_worker,
-        "cluster_token": read_token(token_file),
-    }
+    options = {**options, "cluster_token": read_token(token_file)}
     ClusterConfig(**options)
     return {"workers": parse_workers(workers), **options}
 

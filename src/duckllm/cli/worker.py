@@ -38,6 +38,13 @@ def worker(
             "stored in the other; auto takes the faster one where the slice is large.",
         ),
     ] = "auto",
+    prefill: Annotated[
+        str,
+        typer.Option(
+            help="What experts of many rows are computed with: f32, or bf16, which rounds activations and "
+            "needs a CPU with AVX512-BF16 or AMX-BF16."
+        ),
+    ] = "f32",
     token_file: Annotated[
         Path | None,
         typer.Option(help="File that holds the cluster token (else $DUCKLLM_CLUSTER_TOKEN)."),
@@ -67,6 +74,7 @@ def worker(
         spin_us=spin_us,
         pin=pin,
         weight_format=weight_format,
+        prefill=prefill,
         token=read_token(token_file),
         exit_with_stdin=exit_with_stdin,
         handshake_timeout_s=handshake_timeout_s,

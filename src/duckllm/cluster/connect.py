@@ -32,7 +32,7 @@ class WorkerInfo:
 
     Args:
         address: Where it is.
-        isa: The instruction set its kernels use.
+        isa: The instruction set its kernels use, and the bf16 multipliers where prefill uses them.
         build: Its duck-llm version.
         threads: Its compute threads.
         pid: Its process id, on its own node.

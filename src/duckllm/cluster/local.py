@@ -107,7 +107,7 @@ def _spawn(config: ClusterConfig, token: str) -> _Child:
         *(sys.executable, "-P", "-m", "duckllm.worker"),
         *("--listen", "127.0.0.1:0", "--json", "--exit-with-stdin"),
         # Not pinned: the host computes on the same cores.
-        *("--threads", str(threads), "--spin-us", str(spin_us), "--no-pin"),
+        *("--threads", str(threads), "--spin-us", str(spin_us), "--no-pin", "--prefill", config.prefill),
     ]
     try:
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child

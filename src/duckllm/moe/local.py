@@ -5,14 +5,12 @@ Called by the models through :class:`duckllm.moe.executor.ExpertExecutor`; the r
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from duckllm import _native
-from duckllm.errors import ConfigError
+from duckllm.prefill import check_prefill, select_isa
 from duckllm.weights.choice import ExpertSlice, load_units
 from duckllm.weights.manifest import Manifest
 from duckllm.weights.reader import ExpertFile
@@ -28,12 +26,14 @@ class LocalExperts:
         weight_format: Format to compute in, ``"fp9"`` or ``"fp8"``; ``"auto"`` takes what is stored, unless
             the other one is measured to be faster (:mod:`duckllm.weights.choice`).
         isa: Kernel to use; ``"auto"`` takes the best.
+        prefill: ``"f32"``, or ``"bf16"`` for experts of many rows (csrc/kernels/experts.h).
 
     Raises:
         CheckpointError: An expert file is missing or truncated.
         WeightHashError: An expert file is not what the manifest says.
         WeightFormatError: The copy in ``weight_format`` does not fit, or a file holds no e4m3 weights.
-        ConfigError: DUCK_FORCE_ISA names no instruction set, or one that this CPU lacks.
+        ConfigError: DUCK_FORCE_ISA names no instruction set, or one that this CPU lacks; or
+            bf16 is asked for where the CPU lacks it.
     """
 
     def __init__(
@@ -44,7 +44,11 @@ class LocalExperts:
         num_threads: int = 1,
         weight_format: str = "auto",
         isa: str = "auto",
+        prefill: str = "f32",
     ) -> None:
+        if isa == "auto":
+            isa = select_isa()
+        self._instructions = check_prefill(prefill, isa)
         files = {layer: ExpertFile.open(manifest, layer) for layer in manifest.expert_layers}
         for file in files.values():
             file.verify()
@@ -61,8 +65,6 @@ class LocalExperts:
         stored = {layer: file.units for layer, file in files.items()}
         choice, self._units = load_units(part, stored, manifest.format, weight_format)
         self.weight_format = choice.format
-        if isa == "auto":
-            isa = _select_isa()
         self._experts = _native.Experts(
             manifest.hidden_size,
             manifest.moe_intermediate_size,
@@ -75,12 +77,13 @@ class LocalExperts:
             0,
             isa,
             self.weight_format,
+            prefill=prefill,
         )
 
     @property
     def isa(self) -> str:
-        """The instruction set in use."""
-        return self._experts.isa
+        """The instruction set in use, and the bf16 multipliers where prefill uses them."""
+        return self._instructions
 
     def submit(
         self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -106,11 +109,3 @@ class LocalStep:
     def wait(self) -> torch.Tensor:
         """The weighted sum over each token's experts, [T, H] f32."""
         return torch.from_numpy(self._experts.run(self._units, *self._rows))
-
-
-def _select_isa() -> str:
-    try:
-        return _native.select_isa()
-    except ValueError as error:
-        known = "one of " + ", ".join(_native.available_isas())
-        raise ConfigError("DUCK_FORCE_ISA", os.environ.get("DUCK_FORCE_ISA"), known) from error

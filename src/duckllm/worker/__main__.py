@@ -40,6 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--format", dest="weight_format", default=_DEFAULTS.weight_format, help="auto, fp9 or fp8"
     )
+    parser.add_argument("--prefill", default=_DEFAULTS.prefill, help="f32 or bf16, for experts of many rows")
     parser.add_argument("--token-file", type=Path, help="file that holds the cluster token")
     for name in ("handshake", "frame", "send"):
         parser.add_argument(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from duckllm.config import FORMAT_CHOICES, MAX_THREADS, MAX_TIMEOUT_S, available_cores, is_utf8
+from duckllm.config import FORMAT_CHOICES, MAX_THREADS, MAX_TIMEOUT_S, PREFILLS, available_cores, is_utf8
 from duckllm.errors import ConfigError, InWords
 
 DEFAULT_LISTEN = "127.0.0.1:7411"
@@ -25,6 +25,8 @@ class WorkerConfig:
             machine that does nothing else.
         weight_format: Format to compute in, whatever the host asks for: ``"fp9"`` or ``"fp8"``; ``"auto"``
             takes the host's, or what is stored, unless the other is measured to be faster.
+        prefill: What experts of many rows are computed with, ``"f32"`` or ``"bf16"``
+            (csrc/kernels/experts.h).
         token: The cluster token, text that UTF-8 can hold; needed beyond loopback.
         exit_with_stdin: Whether to leave when standard input ends.
         handshake_timeout_s: From accepting a connection to its complete plan, seconds.
@@ -41,6 +43,7 @@ class WorkerConfig:
     spin_us: int = -1
     pin: bool | None = None
     weight_format: str = "auto"
+    prefill: str = "f32"
     token: str | None = None
     exit_with_stdin: bool = False
     handshake_timeout_s: float = 10.0
@@ -67,6 +70,8 @@ class WorkerConfig:
                 raise ConfigError(field, value, f"0.001 to {MAX_TIMEOUT_S}")
         if not isinstance(self.weight_format, str) or self.weight_format not in FORMAT_CHOICES:
             raise ConfigError("format", self.weight_format, "one of " + ", ".join(FORMAT_CHOICES))
+        if not isinstance(self.prefill, str) or self.prefill not in PREFILLS:
+            raise ConfigError("prefill", self.prefill, "one of " + ", ".join(PREFILLS))
         if not isinstance(self.token, str | None):
             raise ConfigError("token", InWords(type(self.token).__name__), "text, or None")
         if self.token is not None and not is_utf8(self.token):

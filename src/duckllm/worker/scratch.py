@@ -19,7 +19,7 @@ MAX_SCRATCH_BYTES = 4 << 30
 # csrc/kernels: rows that go without tiles, rows of a tile, scale blocks of a part of a dot product.
 _DIRECT_ROWS, _CHUNK_ROWS, _PART_BLOCKS = 8, 48, 8
 _F32_BYTES = 4
-_TILE_BYTES = SCALE_BLOCK * 2 * STRIPE_CHANNELS * _F32_BYTES
+_NUMBER_BYTES = {"f32": 4, "bf16": 2}  # of a tile and a panel
 _ROW_DOT_BYTES = 2 * STRIPE_CHANNELS * _F32_BYTES  # gate and up of a unit
 
 
@@ -28,8 +28,9 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def scratch_bytes(plan: WorkerPlan, num_tokens: int, num_threads: int) -> int:
+def scratch_bytes(plan: WorkerPlan, num_tokens: int, num_threads: int, prefill: str = "f32") -> int:
     """Bytes for steps of at most ``num_tokens`` tokens: kernels, routing, request and reply buffers."""
+    number_bytes = _NUMBER_BYTES[prefill]
     pairs, direct_rows = num_tokens * plan.top_k, min(num_tokens, _DIRECT_ROWS)
     blocks = ceil_div(plan.hidden_size, SCALE_BLOCK)
     rows = 2 * num_tokens * padded_hidden(plan.hidden_size) * _F32_BYTES  # x and y
@@ -40,25 +41,26 @@ def scratch_bytes(plan: WorkerPlan, num_tokens: int, num_threads: int) -> int:
     items = active * (4 + 8)
     parts_left = min(direct_rows * plan.top_k, plan.num_experts) * plan.num_stripes * 4
     parts = direct_rows * plan.top_k * plan.num_stripes * ceil_div(blocks, _PART_BLOCKS) * _ROW_DOT_BYTES
-    panel = blocks * _CHUNK_ROWS * SCALE_BLOCK * _F32_BYTES if num_tokens > _DIRECT_ROWS else 0
-    thread = panel + _TILE_BYTES + 2 * _CHUNK_ROWS * _ROW_DOT_BYTES
+    panel = blocks * _CHUNK_ROWS * SCALE_BLOCK * number_bytes if num_tokens > _DIRECT_ROWS else 0
+    tile = SCALE_BLOCK * 2 * STRIPE_CHANNELS * number_bytes
+    thread = panel + tile + 2 * _CHUNK_ROWS * _ROW_DOT_BYTES
     requests = 2 * num_tokens * (_F32_BYTES * plan.hidden_size + 8 * plan.top_k)
     replies = num_tokens * plan.hidden_size * (_F32_BYTES + 2)
     kernels = rows + activations + routing + items + parts_left + parts + num_threads * thread
     return kernels + requests + replies
 
 
-def check_scratch(plan: WorkerPlan, num_threads: int) -> None:
+def check_scratch(plan: WorkerPlan, num_threads: int, prefill: str = "f32") -> None:
     """Refuses steps that would take a quarter of this machine's memory, or 4 GiB.
 
     Raises:
         ProtocolError: Says how many tokens would do.
     """
     limit = min(memory_bytes() // 4, MAX_SCRATCH_BYTES)
-    if scratch_bytes(plan, plan.max_step_tokens, num_threads) <= limit:
+    if scratch_bytes(plan, plan.max_step_tokens, num_threads, prefill) <= limit:
         return
     sizes = range(1, plan.max_step_tokens + 1)
-    most = bisect_right(sizes, limit, key=lambda tokens: scratch_bytes(plan, tokens, num_threads))
+    most = bisect_right(sizes, limit, key=lambda tokens: scratch_bytes(plan, tokens, num_threads, prefill))
     raise ProtocolError(
         f"plan max_step_tokens: got {plan.max_step_tokens}, expected at most {most}, "
         f"as this worker sets aside at most {limit} bytes for a step of such sizes"

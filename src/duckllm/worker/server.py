@@ -41,17 +41,14 @@ class WorkerServer:
 
     Raises:
         ConfigError: The address is malformed or taken, or beyond loopback without a token; or
-            DUCK_FORCE_ISA is wrong.
+            DUCK_FORCE_ISA is wrong, or bf16 is asked for where the CPU lacks it.
         ModelError: ``config.model`` is no converted model.
     """
 
     def __init__(self, config: WorkerConfig, log: Callable[[str], None]) -> None:
         self._config, self._log = config, log
-        try:
-            self._sessions = Sessions(config, log)
-        except ValueError as error:
-            known = "one of " + ", ".join(_native.available_isas())
-            raise ConfigError("DUCK_FORCE_ISA", os.environ.get("DUCK_FORCE_ISA"), known) from error
+        self._sessions = Sessions(config, log)
+        self.instructions = self._sessions.instructions
         self._listener = _listen(config)
         name, port = self._listener.getsockname()[:2]
         self.address = Address(name, port)
@@ -151,7 +148,7 @@ def run_worker(config: WorkerConfig, *, json_output: bool = False) -> None:
     server = WorkerServer(config, _log)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
-    isa = _native.select_isa()
+    isa = server.instructions
     if json_output:
         facts = {"event": "listening", "address": str(server.address), "pid": os.getpid(), "isa": isa}
         line = json.dumps(facts)

@@ -22,6 +22,7 @@ from duckllm.cluster.auth import authenticate_worker
 from duckllm.cluster.frames import ControlChannel, PeerClosedError, error_code, safe_text
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.errors import DuckError, ProtocolError, WorkerUnavailableError
+from duckllm.prefill import check_prefill, select_isa
 from duckllm.weights.choice import ExpertSlice, FormatChoice, load_units
 from duckllm.weights.e4m3 import U8
 from duckllm.worker.config import WorkerConfig
@@ -42,13 +43,14 @@ class Sessions:
 
     Raises:
         ModelError: ``config.model`` is no converted model.
-        ValueError: DUCK_FORCE_ISA names no ISA, or one that this CPU lacks.
+        ConfigError: DUCK_FORCE_ISA names no ISA, or one that this CPU lacks; or ``config.prefill`` is bf16
+            where it lacks that.
     """
 
     def __init__(self, config: WorkerConfig, log: Callable[[str], None]) -> None:
         self._config = config
         self._log = _never_raising(log)
-        self._isa = _native.select_isa()
+        self.instructions = check_prefill(config.prefill, select_isa())
         self._weights = WorkerWeights(config.model)
         self._active = threading.Lock()
         self._stopping = threading.Event()
@@ -96,7 +98,7 @@ class Sessions:
         hello = {
             "protocol_version": _native.PROTOCOL_VERSION,
             "build": duckllm.__version__,
-            "isa": self._isa,
+            "isa": self.instructions,
             "threads": self._config.resolved_threads,
             "pid": os.getpid(),
             "memory_bytes": memory_bytes(),
@@ -129,7 +131,7 @@ class Sessions:
 
         # The files bound every size but the scratch's, so they come before memory is set aside.
         mapped = [(layer, *self._weights.map_layer(plan, layer)) for layer in plan.layers]
-        check_scratch(plan, self._config.resolved_threads)
+        check_scratch(plan, self._config.resolved_threads, self._config.prefill)
         verified_stripes = 0
         for layer, units, path in mapped:
             verified_stripes += self._weights.verify(plan, layer, units, path, check_stop)
@@ -170,6 +172,7 @@ class Sessions:
             send_timeout_ms=round(self._config.send_timeout_s * 1000),
             format=choice.format,
             pin_threads=self._config.resolved_pin,
+            prefill=self._config.prefill,
         )
         for layer, units in layers.items():
             server.add_layer(layer, units)
