@@ -1,9 +1,12 @@
 // Which bf16 multipliers this CPU and operating system offer, and which of them to use.
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <stdexcept>
 
+#include "kernels/amx_bf16/kernels.h"
 #include "kernels/bf16_tiles.h"
 #include "kernels/os_states.h"
 
@@ -17,9 +20,36 @@ bool has_avx512_bf16() {
          (eax & kAvx512Bf16);
 }
 
+// Linux saves a process's tiles only once it was asked to, which holds for all its threads from then on and
+// for the processes that it forks.
+bool ask_for_tiles() {
+  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr long kTileData = 18;               // XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+bool has_amx_bf16() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+  return has_avx512_bf16() && os_saves(kXcr0Tiles) && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) &&
+         (edx & kAmxBf16) && (edx & kAmxTile) && ask_for_tiles();
+}
+
+Bf16Tiles amx_tiles() {
+  Bf16Tiles tiles = avx512_bf16::kTiles;
+  tiles.name = "amx_bf16";
+  tiles.begin = &amx_bf16::begin;
+  tiles.end = &amx_bf16::end;
+  tiles.multiply = &amx_bf16::multiply;
+  return tiles;
+}
+
 std::vector<const Bf16Tiles*> available_tiles() {
   std::vector<const Bf16Tiles*> tiles;
   if (has_avx512_bf16()) tiles.push_back(&avx512_bf16::kTiles);
+  static const Bf16Tiles amx = amx_tiles();
+  static const bool has_amx = has_amx_bf16();  // asked once, before a thread uses tiles
+  if (has_amx) tiles.push_back(&amx);
   return tiles;
 }
 

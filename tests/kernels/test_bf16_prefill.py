@@ -280,7 +280,9 @@ def test_a_cpu_without_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_available_multipliers_are_those_of_the_cpu() -> None:
     flags = cpu_flags()
-    expected = [
-        name for name, flag in (("avx512_bf16", "avx512_bf16"), ("amx_bf16", "amx_bf16")) if flag in flags
-    ]
-    assert _native.available_bf16() == expected
+    available = _native.available_bf16()
+    assert ("avx512_bf16" in available) == ("avx512_bf16" in flags)
+    # The operating system may refuse a process the tiles of a CPU that has them.
+    needed = {"avx512_bf16", "amx_bf16", "amx_tile"}
+    assert available in (["avx512_bf16"], ["avx512_bf16", "amx_bf16"]) or not available
+    assert "amx_bf16" not in available or needed <= flags
