@@ -21,6 +21,7 @@ from support.reference import reference_logits
 
 def assert_parity(model: DeepseekV32ForCausalLM, case: Case, step_tokens: int) -> None:
     got = difference(all_logits(model, case.token_ids, step_tokens), case.logits)
+    print(f"f32, {case.name}, {step_tokens} tokens a step: largest {got:.3g}")  # pytest -s shows it
     assert got <= TOLERANCE, f"{case.name}: logits differ by {got}"
 
 
