@@ -12,7 +12,7 @@ struct Lanes {
   using Words = Avx512Words<Lanes>;
   static constexpr int kLanes = 16;
   static constexpr int kBlockRows = 8;  // of the direct kernels: 16 sums
-  static constexpr int kTileRows = 12;  // of the tile kernels: 24 sums of 32 registers
+  static constexpr int kTileRows = 10;  // of the tile kernels: 20 sums of 32 registers
   static constexpr int parts_at_once(int rows) { return rows <= 4 ? 2 : 1; }
   static constexpr int vectors_at_once(int) { return 1; }
 
