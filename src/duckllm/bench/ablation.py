@@ -37,7 +37,7 @@ EXPERTS = 8
 TILE_ROWS, TILE_EXPERTS = 96, 1
 CHUNK_ROWS = (24, 48, 96)
 # What csrc/kernels has chosen: rows in registers by instruction set, and rows that use a decoded tile.
-PRODUCTION_TILE_ROWS = {"avx512": 12, "avx2": 6}
+PRODUCTION_TILE_ROWS = {"avx512": 10, "avx2": 6}
 PRODUCTION_CHUNK_ROWS = 48
 STEPS = 3  # of a variant in a round, after one that is not timed
 # Where a variant sums in another order: its largest difference over the largest output.
