@@ -170,3 +170,16 @@ def test_a_slice_in_the_middle_is_measured(room: list[int]) -> None:
     speeds = measure_formats(part, some_layers()[1][:, 2:6], "fp9", "fp8")
     assert speeds.keys() == {"fp9", "fp8"}
     assert all(0 < speed < 1e6 for speed in speeds.values())
+
+
+def test_what_is_used_as_stored_is_copied_on_request(room: list[int]) -> None:
+    layers = some_layers()
+    chosen, units = load_units(SMALL, layers, "fp9", "auto", copy=True)
+    assert chosen.format == "fp9"
+    assert chosen.reason == "fp9 as stored, too small to measure others, in a copy"
+    for layer, stored in layers.items():
+        assert not np.shares_memory(units[layer], stored)
+        np.testing.assert_array_equal(units[layer], stored)
+    room.append(SMALL.num_bytes("fp9") - 1)
+    with pytest.raises(WeightFormatError, match=r"copy: got a slice of .* bytes, expected at most nine"):
+        load_units(SMALL, layers, "fp9", "auto", copy=True)

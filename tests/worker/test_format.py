@@ -53,6 +53,20 @@ def test_formats_of_the_worker_and_of_the_host(
     assert f"verified now, {how}" in log
 
 
+def test_a_copy_of_what_is_stored(tmp_path: Path) -> None:
+    manifest = make_model(tmp_path / "model")
+    (plan,) = plan_for(manifest, max_step_tokens=3)
+    step = make_step(manifest, 3)
+    with running_worker(tmp_path, "--copy") as worker:
+        with open_transport([connect(worker.address, plan)]) as transport:
+            got = transport.wait(transport.submit(step.layer, step.x, step.topk_ids, step.topk_weights))
+        log = worker.log()
+        mapped = Path(f"/proc/{worker.process.pid}/maps").read_text()
+    np.testing.assert_array_equal(got, expected_sum(manifest, [plan], step))
+    assert "fp9 as stored, too small to measure others, in a copy" in log
+    assert "experts-" not in mapped  # the files are let go of
+
+
 def test_another_format_is_another_preparation(tmp_path: Path) -> None:
     manifest = make_model(tmp_path / "model")
     with running_worker(tmp_path) as worker:

@@ -305,6 +305,8 @@ def test_threads_and_spinning_are_resolved() -> None:
     assert WorkerConfig(threads=cores + 1).resolved_pin is False
     assert WorkerConfig(pin=False).resolved_pin is False
     assert WorkerConfig(threads=cores + 1, pin=True).resolved_pin is True
+    with pytest.raises(ConfigError, match="copy: got 1, expected True or False"):
+        WorkerConfig(copy=1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="pin: got 'yes', expected True, False or None"):
         WorkerConfig(pin="yes")  # type: ignore[arg-type]
     assert WorkerConfig(threads=3, spin_us=7).resolved_threads == 3

@@ -45,6 +45,13 @@ def worker(
             "needs a CPU with AVX512-BF16 or AMX-BF16."
         ),
     ] = "f32",
+    copy: Annotated[
+        bool,
+        typer.Option(
+            help="Copy the slice into memory of its own, in huge pages: steps are some per cent faster than "
+            "from mapped files, whose memory other programs may share or take."
+        ),
+    ] = False,
     token_file: Annotated[
         Path | None,
         typer.Option(help="File that holds the cluster token (else $DUCKLLM_CLUSTER_TOKEN)."),
@@ -75,6 +82,7 @@ def worker(
         pin=pin,
         weight_format=weight_format,
         prefill=prefill,
+        copy=copy,
         token=read_token(token_file),
         exit_with_stdin=exit_with_stdin,
         handshake_timeout_s=handshake_timeout_s,

@@ -116,8 +116,11 @@ def load_units(
     stored: str,
     requested: str,
     check_stop: Callable[[], None] = lambda: None,
+    copy: bool = False,
 ) -> tuple[FormatChoice, dict[int, U8]]:
     """The units to compute with, by layer: as they are mapped, or copies in the format that was chosen.
+
+    A copy lies in huge pages where the kernel has them, which read some per cent faster than a mapped file.
 
     Args:
         part: The slice.
@@ -125,6 +128,7 @@ def load_units(
         stored: Their format.
         requested: As for :func:`choose_format`.
         check_stop: Called before each copy; raises to give up.
+        copy: Copy what is used as stored, too.
 
     Shapes: units: [E, S, unit_bytes(H, format)] u8.
 
@@ -135,13 +139,21 @@ def load_units(
     first = next(iter(layers.values()))
     choice = choose_format(part, stored, requested, lambda other: measure_formats(part, first, stored, other))
     if choice.format == stored:
-        return choice, dict(layers)
+        if not copy:
+            return choice, dict(layers)
+        need = part.num_bytes(stored)
+        if not copy_fits(need):
+            raise WeightFormatError(
+                f"copy: got a slice of {need:,} bytes, expected at most nine tenths of the "
+                f"{available_memory_bytes():,} bytes of memory that are available"
+            )
+        choice = FormatChoice(stored, f"{choice.reason}, in a copy")
     copies: dict[int, U8] = {}
     for layer, units in layers.items():
         check_stop()
         # Others on this machine may have taken what was there; workers of one host copy side by side.
         if not copy_fits((len(layers) - len(copies)) * part.layer_bytes(choice.format)):
-            if requested != "auto":
+            if requested != "auto" or copy:
                 raise WeightFormatError(
                     f"weights: the memory that is available ended after {len(copies)} of {len(layers)} "
                     f"layers of the copy in {choice.format}"

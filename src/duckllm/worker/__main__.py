@@ -41,6 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--format", dest="weight_format", default=_DEFAULTS.weight_format, help="auto, fp9 or fp8"
     )
     parser.add_argument("--prefill", default=_DEFAULTS.prefill, help="f32 or bf16, for experts of many rows")
+    parser.add_argument("--copy", action="store_true", help="copy the slice into memory, in huge pages")
     parser.add_argument("--token-file", type=Path, help="file that holds the cluster token")
     for name in ("handshake", "frame", "send"):
         parser.add_argument(

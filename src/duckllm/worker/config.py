@@ -27,6 +27,7 @@ class WorkerConfig:
             takes the host's, or what is stored, unless the other is measured to be faster.
         prefill: What experts of many rows are computed with, ``"f32"`` or ``"bf16"``
             (csrc/kernels/experts.h).
+        copy: Whether to copy the slice into memory of its own, in huge pages, instead of mapping the files.
         token: The cluster token, text that UTF-8 can hold; needed beyond loopback.
         exit_with_stdin: Whether to leave when standard input ends.
         handshake_timeout_s: From accepting a connection to its complete plan, seconds.
@@ -44,6 +45,7 @@ class WorkerConfig:
     pin: bool | None = None
     weight_format: str = "auto"
     prefill: str = "f32"
+    copy: bool = False
     token: str | None = None
     exit_with_stdin: bool = False
     handshake_timeout_s: float = 10.0
@@ -72,6 +74,8 @@ class WorkerConfig:
             raise ConfigError("format", self.weight_format, "one of " + ", ".join(FORMAT_CHOICES))
         if not isinstance(self.prefill, str) or self.prefill not in PREFILLS:
             raise ConfigError("prefill", self.prefill, "one of " + ", ".join(PREFILLS))
+        if not isinstance(self.copy, bool):
+            raise ConfigError("copy", self.copy, "True or False")
         if not isinstance(self.token, str | None):
             raise ConfigError("token", InWords(type(self.token).__name__), "text, or None")
         if self.token is not None and not is_utf8(self.token):

@@ -157,7 +157,7 @@ class Sessions:
         requested = self._config.weight_format
         if requested == "auto":
             requested = plan.weight_format
-        choice, layers = load_units(part, stored, plan.format, requested, check_stop)
+        choice, layers = load_units(part, stored, plan.format, requested, check_stop, copy=self._config.copy)
         server = _native.StepServer(
             hidden_size=plan.hidden_size,
             intermediate_size=plan.intermediate_size,
