@@ -39,6 +39,7 @@ from duckllm.bench.kernel_report import plot_points, print_kernels, roofs, run_j
 from duckllm.bench.linear import LinearShape
 from duckllm.bench.linear_report import linear_json, measure_linear, print_linear
 from duckllm.bench.machine import Caches
+from duckllm.cli.bench import print_line, writing
 from duckllm.cli.main import app
 from duckllm.config import available_cores
 from duckllm.errors import ConfigError
@@ -430,3 +431,32 @@ def test_dense_layers_are_measured_and_shown() -> None:
         )
         assert each["of_ceiling"] == pytest.approx(each["gb_per_s"] / each["read_gb_per_s"], abs=1e-2)
     assert (values["threads"], values["isa"], values["verified"]) == (1, "scalar", True)
+
+
+def test_a_line_that_cannot_be_saved_is_printed_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"save: got '/dev/full', expected a file that can be written \(No"):
+        print_line({"benchmark": "x"}, Path("/dev/full"))
+    assert capsys.readouterr().out == '{"benchmark": "x"}\n'
+
+
+def fill_the_disk(path: Path) -> None:
+    with writing("plot", path):
+        path.write_text("")
+        raise OSError(28, "full")
+
+
+def test_no_empty_file_is_left_where_writing_fails(tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    with pytest.raises(
+        ConfigError, match=r"plot: got '.*plot.png', expected a file that .* written \(full\)"
+    ):
+        fill_the_disk(path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("verb", ["kernel", "roofline", "ablation"])
+def test_a_wrong_instruction_set_in_the_environment(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DUCK_FORCE_ISA", "nonsense")
+    result = CliRunner().invoke(app, ["bench", verb])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception).startswith("DUCK_FORCE_ISA: got 'nonsense', expected one of ")

@@ -101,3 +101,9 @@ def test_a_static_cluster_refuses_an_address_twice_or_malformed() -> None:
         StaticCluster(ClusterConfig(addresses=("a:1", "b")))
     with pytest.raises(ConfigError, match="expected at least one"):
         StaticCluster(ClusterConfig())
+
+
+@pytest.mark.parametrize(("field", "value"), [("threads_per_worker", 3), ("spin_us", 0), ("prefill", "bf16")])
+def test_options_that_workers_elsewhere_have_of_their_own(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{field}: got {value!r}, expected nothing with workers elsewhere"):
+        StaticCluster(ClusterConfig(addresses=("a:1",), **{field: value}))

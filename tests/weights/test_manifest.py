@@ -54,7 +54,11 @@ def test_fields(model: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "words"),
     [
-        (lambda v: v.update(format_version=1), WeightFormatError, "format_version: got 1, expected 2"),
+        (
+            lambda v: v.update(format_version=1),
+            WeightFormatError,
+            "format_version: got 1, expected 2; convert the checkpoint again",
+        ),
         (lambda v: v.update(format="fp7"), WeightFormatError, "format: got 'fp7', expected one of fp9, fp8"),
         (lambda v: v.pop("hidden_size"), CheckpointError, "hidden_size"),
         (lambda v: v.update(extra=1), CheckpointError, "extra"),

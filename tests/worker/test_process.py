@@ -304,7 +304,9 @@ def test_threads_and_spinning_are_resolved() -> None:
     assert WorkerConfig().resolved_pin is True
     assert WorkerConfig(threads=cores + 1).resolved_pin is False
     assert WorkerConfig(pin=False).resolved_pin is False
-    assert WorkerConfig(threads=cores + 1, pin=True).resolved_pin is True
+    assert WorkerConfig(threads=1, pin=True).resolved_pin is True
+    with pytest.raises(ConfigError, match=rf"threads: got {cores + 1}, expected at most {cores}, the cores"):
+        WorkerConfig(threads=cores + 1, pin=True)
     with pytest.raises(ConfigError, match="copy: got 1, expected True or False"):
         WorkerConfig(copy=1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="pin: got 'yes', expected True, False or None"):

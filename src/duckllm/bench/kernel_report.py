@@ -25,7 +25,7 @@ KERNEL_CAVEATS = (
     "K: experts that a row chooses; T: rows of a step.",
     "read: the higher of two plain reads in turns with the kernel, of the same units by the kernel's "
     "threads and of other memory by the best loop of duckllm bench roofline; share is GB/s over it, best the "
-    "same by the fastest sample of each. FMA: GFLOP/s over the multiply-add peak.",
+    "same by the fastest sample of each. FMA: GFLOP/s over the f32 multiply-add peak, which bf16 can pass.",
     "ids same: all rows take the same experts, so that the bytes are those of one row; own: each row "
     "takes its own, at random among a layer's, as the rows of a prompt do.",
     "A step's time is that of the native call, with threads that are awake and keep a core each; a cold "

@@ -5,7 +5,9 @@ Mounted by cli/main.py. Each verb below it parses its options and prints; duckll
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated
@@ -73,6 +75,7 @@ def roofline(
     from duckllm.bench.roofline import RooflineConfig, measure_roofline
     from duckllm.cli.common import Waiting
 
+    check_environment()
     config = RooflineConfig(
         threads=parse_numbers("threads", threads),
         isa=isa,
@@ -84,19 +87,20 @@ def roofline(
         check_plot(plot)
     with Waiting("Measuring", after_s=0.5):
         measured = measure_roofline(config)
-    if plot is not None:
-        most = max(ceiling.threads for ceiling in measured.ceilings)
-        write_plot(
-            plot,
-            f"{cpu_name()}, {most} threads",
-            measured.memory_roofs(),
-            measured.compute_roofs(),
-            [placed.point for placed in measured.points],
-        )
     if as_json:
         print(json.dumps(measured.to_json()))
     else:
         print_roofline(measured, Console(soft_wrap=False, highlight=False, markup=False))
+    if plot is not None:
+        most = max(ceiling.threads for ceiling in measured.ceilings)
+        with writing("plot", plot):
+            write_plot(
+                plot,
+                f"{cpu_name()}, {most} threads",
+                measured.memory_roofs(),
+                measured.compute_roofs(),
+                [placed.point for placed in measured.points],
+            )
 
 
 @bench.command("kernel", epilog=KERNEL_EXAMPLES)
@@ -143,6 +147,7 @@ def kernel(
     from duckllm.bench.machine import cpu_name
     from duckllm.bench.plot import check_plot, write_plot
 
+    check_environment()
     config = KernelConfig(
         shape=parse_words(shape),
         experts=parse_numbers("experts", experts),
@@ -173,12 +178,13 @@ def kernel(
         return print_line(linear_json(layers), save)
     with CellProgress() as progress:
         measured = measure_kernels(config, progress)
-    if plot is not None:
-        title = f"{cpu_name()}, {measured.threads} threads"
-        write_plot(plot, title, *roofs(measured), plot_points(measured.lines))
     if not as_json:
         print_kernels(measured, Console(soft_wrap=False, highlight=False, markup=False))
     print_line(run_json(measured), save)
+    if plot is not None:
+        title = f"{cpu_name()}, {measured.threads} threads"
+        with writing("plot", plot):
+            write_plot(plot, title, *roofs(measured), plot_points(measured.lines))
 
 
 @bench.command("ablation", epilog=ABLATION_EXAMPLES)
@@ -203,6 +209,7 @@ def ablation(
     from duckllm.bench.ablation_report import ablation_json, print_ablation
     from duckllm.cli.common import Waiting
 
+    check_environment()
     config = AblationConfig(parse_numbers("channels", channels), threads, isa, repeats)
     load_module()
     if save is not None:
@@ -215,12 +222,30 @@ def ablation(
 
 
 def print_line(values: dict[str, object], save: Path | None) -> None:
-    """Prints a result as one line of JSON, and appends it to a file."""
+    """Prints a result as one line of JSON, then appends it to a file: what was measured is not lost."""
     line = json.dumps(values)
-    if save is not None:
-        with save.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
     print(line)
+    if save is not None:
+        with writing("save", save), save.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+@contextlib.contextmanager
+def writing(field: str, path: Path) -> Iterator[None]:
+    """Names the file that could not be written, and leaves no empty one behind.
+
+    Raises:
+        ConfigError: It could not be written.
+    """
+    existed = path.exists()
+    try:
+        yield
+    except OSError as error:
+        if not existed:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        reason = error.strerror or str(error)
+        raise ConfigError(field, str(path), f"a file that can be written ({reason})") from error
 
 
 class CellProgress:
@@ -255,14 +280,30 @@ class CellProgress:
         self._bar.update(self._task, description=name, completed=done, total=total)
 
 
+def check_environment() -> None:
+    """Finds out whether DUCK_FORCE_ISA names an instruction set of this machine.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    from duckllm.prefill import select_isa
+
+    select_isa()
+
+
 def check_save(path: Path) -> None:
     """Finds out before anything is measured whether a line can be appended there.
 
     Raises:
-        ConfigError: Its folder does not exist, or it is a folder.
+        ConfigError: Its folder does not exist, it is a folder, or it may not be written.
     """
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError("save", str(path), "a file in a folder that exists")
+    existed = path.exists()
+    with writing("save", path), path.open("a", encoding="utf-8"):
+        pass
+    if not existed:
+        path.unlink(missing_ok=True)
 
 
 def parse_words(text: str) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ class StaticCluster(Cluster):
         config: Must name at least one address.
 
     Raises:
-        ConfigError: An address is malformed or named twice; the message shows the entry.
+        ConfigError: An address is malformed or named twice; the message shows the entry. Or an option is set
+            that such workers have of their own.
     """
 
     def __init__(self, config: ClusterConfig) -> None:
@@ -25,4 +26,8 @@ class StaticCluster(Cluster):
         for entry, address in zip(config.addresses, addresses, strict=True):
             if addresses.count(address) > 1:
                 raise ConfigError("addresses", entry, "each worker once")
+        for field in ("threads_per_worker", "spin_us", "prefill"):
+            value = getattr(config, field)
+            if value != getattr(ClusterConfig, field):
+                raise ConfigError(field, value, "nothing with workers elsewhere, whose own options say so")
         super().__init__(config, addresses, config.cluster_token)

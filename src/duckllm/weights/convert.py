@@ -166,13 +166,18 @@ def _finished(destination: Path, fingerprint: str, weight_format: str) -> Manife
         return None
     if (destination / MANIFEST_FILE).is_file():
         manifest = Manifest.load(destination)
-        if (manifest.source.get("fingerprint"), manifest.format) != (fingerprint, weight_format):
+        if manifest.source.get("fingerprint") != fingerprint:
             raise ConfigError(field, str(destination), wanted, "it holds another model")
+        if manifest.format != weight_format:
+            raise ConfigError(field, str(destination), wanted, f"it holds one in {manifest.format}")
         return None if manifest.file_problems() else manifest
     state = ProgressFile.load(destination)
     if state is not None:
-        if (state.fingerprint, state.weight_format) != (fingerprint, weight_format):
+        if state.fingerprint != fingerprint:
             raise ConfigError(field, str(destination), wanted, "it holds a part of another model")
+        if state.weight_format != weight_format:
+            held = f"it holds a part of one in {state.weight_format}"
+            raise ConfigError(field, str(destination), wanted, held)
         return None
     ours = (LOCK_FILE, f".{PROGRESS_FILE}{PARTIAL_SUFFIX}")
     if any(entry.name not in ours for entry in destination.iterdir()):

@@ -250,7 +250,8 @@ def _check_version(path: Path, value: Mapping[str, Any]) -> None:
     version, name = value.get("format_version"), value.get("format")
     if type(version) is not int or version != FORMAT_VERSION:
         raise WeightFormatError(
-            f"{path}: format_version: got {show_value(version)}, expected {FORMAT_VERSION}"
+            f"{path}: format_version: got {show_value(version)}, expected {FORMAT_VERSION}; "
+            "convert the checkpoint again, into another folder"
         )
     if not isinstance(name, str) or name not in FORMATS:
         raise WeightFormatError(

@@ -66,6 +66,9 @@ class WorkerConfig:
                 raise ConfigError(field, value, f"{meaning} to {most}")
         if not isinstance(self.pin, bool | None):
             raise ConfigError("pin", self.pin, "True, False or None")
+        cores = available_cores()
+        if self.pin and self.threads > cores:
+            raise ConfigError("threads", self.threads, f"at most {cores}, the cores to pin them to")
         for field in ("handshake_timeout_s", "frame_timeout_s", "send_timeout_s"):
             value = getattr(self, field)
             if type(value) not in (int, float) or not 0.001 <= value <= MAX_TIMEOUT_S:
