@@ -14,29 +14,9 @@
 
 #include "kernels/denormals.h"
 #include "kernels/experts_impl.h"
+#include "kernels/scale_values.h"
 
 namespace duck {
-namespace {
-
-void scale_row(const StepRows& rows, size_t row, size_t hidden, float factor, float* out) {
-  if (rows.x_type == ActivationType::kF32) {
-    const uint8_t* from = static_cast<const uint8_t*>(rows.x) + row * hidden * 4;
-    std::memcpy(out, from, hidden * 4);
-    for (size_t i = 0; i < hidden; ++i) out[i] *= factor;
-    return;
-  }
-  const uint8_t* from = static_cast<const uint8_t*>(rows.x) + row * hidden * 2;
-  for (size_t i = 0; i < hidden; ++i) {
-    uint16_t upper;
-    std::memcpy(&upper, from + 2 * i, 2);
-    const uint32_t bits = static_cast<uint32_t>(upper) << 16;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    out[i] = value * factor;
-  }
-}
-
-}  // namespace
 
 Experts::Impl::Impl(const ExpertShape& shape_, uint32_t max_tokens_, Isa isa, Prefill prefill,
                     ThreadPool& pool_)
@@ -142,7 +122,8 @@ void Experts::Impl::work_on(int thread) {
 
 void Experts::Impl::scale_x(int thread, int num_threads) {
   for (size_t row = thread; row < rows.num_tokens; row += num_threads) {
-    scale_row(rows, row, shape.hidden_size, x_factor, x.data() + row * row_floats);
+    scale_values(rows.x_type, rows.x, row * shape.hidden_size, shape.hidden_size, x_factor,
+                 x.data() + row * row_floats);
   }
 }
 

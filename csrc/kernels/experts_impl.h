@@ -21,7 +21,6 @@ namespace duck {
 
 inline constexpr uint32_t kDotFloats = 2 * kStripeChannels;  // gate and up of a unit, for one row
 inline constexpr uint32_t kChunkRows = Experts::kChunkRows;
-inline constexpr uint32_t kPartRecords = kPartBlocks * kRecordsPerBlock;
 static_assert(kChunkRows % kBf16RowBlock == 0);  // a panel's rows
 inline constexpr uint32_t kTileFloats = kScaleBlock * kTileLanes;
 

@@ -31,7 +31,6 @@ void Experts::Impl::gate_up_part(uint64_t item) {
   stream.next = part + 1 < num_parts
                     ? at.gate_up + static_cast<size_t>(stream.end_record) * 2 * record_bytes(shape.format)
                     : unit_after(index / shape.num_stripes, stripe).gate_up;
-
   stream.prefetch_bytes = prefetch;
 
   // [part][row] of this unit; rows are few, so the parts of one row are near each other.

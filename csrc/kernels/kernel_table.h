@@ -17,6 +17,7 @@ namespace duck {
 // An activation silu(g) * u * weight below this counts as zero, so that its products are normal numbers too.
 inline constexpr float kSmallestActivation = 0x1p-50f;
 inline constexpr int kPartBlocks = 8;  // scale blocks whose sums are added up before they join a dot product
+inline constexpr uint32_t kPartRecords = kPartBlocks * kRecordsPerBlock;
 inline constexpr uint32_t kMaxDirectRows = 8;  // more rows of an expert go through the tile kernels
 inline constexpr uint32_t kTileLanes = 2 * kStripeChannels;
 inline constexpr uint32_t kPanelStride = kScaleBlock;   // floats from row to row of a panel

@@ -19,37 +19,16 @@
 #include "kernels/float_buffer.h"
 #include "kernels/kernel_table.h"
 #include "kernels/pack_linear.h"
+#include "kernels/scale_values.h"
 #include "threads/thread_pool.h"
 #include "threads/work_ranges.h"
 
 namespace duck {
 namespace {
 
-constexpr uint32_t kPartRecords = kPartBlocks * kRecordsPerBlock;
 constexpr uint32_t kItemsPerThread = 32;    // fewer groups a thread: items are parts of them
 constexpr size_t kInlineBytes = 128 << 10;  // a weight that is read sooner than other threads are woken
 constexpr uint32_t kChunkFloats = Linear::kChunkRows * kTileLanes;
-
-// values[i] = x[row, first + i] * factor for i < count, zero up to `padded`.
-void scale_values(const LinearRows& rows, size_t in_features, size_t row, size_t first, size_t count,
-                  size_t padded, float factor, float* values) {
-  const size_t offset = row * in_features + first;
-  if (rows.type == ActivationType::kF32) {
-    std::memcpy(values, static_cast<const uint8_t*>(rows.x) + 4 * offset, 4 * count);
-    for (size_t i = 0; i < count; ++i) values[i] *= factor;
-  } else {
-    const uint8_t* from = static_cast<const uint8_t*>(rows.x) + 2 * offset;
-    for (size_t i = 0; i < count; ++i) {
-      uint16_t upper;
-      std::memcpy(&upper, from + 2 * i, 2);
-      const uint32_t bits = static_cast<uint32_t>(upper) << 16;
-      float value;
-      std::memcpy(&value, &bits, 4);
-      values[i] = value * factor;
-    }
-  }
-  std::fill(values + count, values + padded, 0.0f);
-}
 
 uint32_t checked_size(const char* field, uint32_t value) {
   constexpr uint32_t kMost = 1u << 24;
@@ -152,8 +131,8 @@ struct Linear::Impl {
     }
     const DenormalsOn denormals;
     for (uint32_t row = 0; row < rows.num_rows; ++row) {
-      scale_values(rows, weight.in_features, row, 0, weight.in_features, num_records * kRecordRows,
-                   prescale(weight.format), x.data() + row * padded_hidden(max_in_features));
+      scale_row(row, 0, weight.in_features, num_records * kRecordRows,
+                x.data() + row * padded_hidden(max_in_features));
     }
     split = num_parts > 1 && num_groups <= most_split_groups;
     if (split) {
@@ -162,6 +141,12 @@ struct Linear::Impl {
       }
     }
     items.reset(static_cast<uint64_t>(num_groups) * (split ? num_parts : 1));
+  }
+
+  // values[i] = x[row, first + i] * prescale for i < count, zero up to `padded`.
+  void scale_row(size_t row, size_t first, size_t count, size_t padded, float* values) const {
+    scale_values(rows.type, rows.x, row * weight.in_features + first, count, prescale(weight.format), values);
+    std::fill(values + count, values + padded, 0.0f);
   }
 
   void store(uint32_t group, uint32_t first_row, uint32_t num_rows, const float* sums) const {
@@ -221,8 +206,7 @@ struct Linear::Impl {
     for (size_t row = first; row < end; ++row) {
       for (size_t k = 0; k < weight.in_features; k += kScaleBlock) {
         const size_t room = std::min<size_t>(kScaleBlock, padded - k);
-        scale_values(rows, weight.in_features, row, k, std::min(room, weight.in_features - k), room,
-                     prescale(weight.format), values);
+        scale_row(row, k, std::min(room, weight.in_features - k), room, values);
         table.fill_panel(values, static_cast<uint32_t>(room),
                          panel.data() + k * rows.num_rows + row * kPanelStride);
       }

@@ -18,8 +18,7 @@ namespace {
 constexpr uint8_t magnitude_of(uint8_t e4m3) {
   const uint8_t value = e4m3 & 0x7f;
   // Exponent bias 7 becomes 23, and what e4m3 stores as a subnormal, m * 2^-9, has room to be normal.
-  constexpr uint8_t kSubnormal[8] = {0x00, 0x70, 0x78, 0x7c, 0x80, 0x82, 0x84, 0x86};
-  return value < 8 ? kSubnormal[value] : static_cast<uint8_t>(value + 0x80);
+  return value < 8 ? kSmallMagnitudes[value] : static_cast<uint8_t>(value + 0x80);
 }
 
 constexpr std::array<uint8_t, 256> kMagnitudes = [] {

@@ -11,9 +11,8 @@ namespace {
 
 constexpr int kRowsAtOnce =
     4;  // of a lane: four bytes side by side, of which a vector holds those of four lanes
-constexpr int kStep = kRowsAtOnce * kStripeChannels;  // bytes from four rows to the next four
-constexpr int kNumSmall = 8;                          // zero and e4m3's subnormals
-constexpr uint8_t kSmallMagnitudes[kNumSmall] = {0x00, 0x70, 0x78, 0x7c, 0x80, 0x82, 0x84, 0x86};
+constexpr int kStep = kRowsAtOnce * kStripeChannels;       // bytes from four rows to the next four
+constexpr int kNumSmall = sizeof(kSmallMagnitudes);        // zero and e4m3's subnormals
 constexpr uint8_t kFirstNormalCode = 8, kBiasStep = 0x80;  // normal magnitude = code + kBiasStep
 constexpr uint8_t kSign = 0x80, kNan = 0x7f;
 

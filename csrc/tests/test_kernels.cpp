@@ -18,19 +18,8 @@
 #include "kernels/pack.h"
 #include "kernels/weight_format.h"
 #include "tests/check.h"
+#include "tests/count_allocations.h"
 #include "threads/thread_pool.h"
-
-namespace {
-std::atomic<int64_t> num_allocations{0};
-}
-
-void* operator new(size_t size) {
-  ++num_allocations;
-  if (void* memory = std::malloc(size != 0 ? size : 1)) return memory;
-  throw std::bad_alloc();
-}
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace duck {
 namespace {

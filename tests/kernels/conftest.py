@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from expert_reference import Layer
+from expert_reference import Layer, whole_expert
 
 from duckllm import _native
 
@@ -20,18 +20,6 @@ def new_experts(isa: str) -> Callable[..., _native.Experts]:
     """Makes native Experts for a layer on the test's ISA; by default the whole expert on one thread."""
 
     def new(layer: Layer, **changes: object) -> _native.Experts:
-        arguments: dict[str, object] = {
-            "hidden_size": layer.hidden,
-            "intermediate_size": layer.intermediate,
-            "num_experts": layer.num_experts,
-            "top_k": 8,
-            "first_stripe": 0,
-            "num_stripes": layer.num_stripes,
-            "max_tokens": 150,
-            "num_threads": 1,
-            "spin_us": 0,
-            "isa": isa,
-        }
-        return _native.Experts(**(arguments | changes))
+        return _native.Experts(**(whole_expert(layer) | {"isa": isa} | changes))
 
     return new

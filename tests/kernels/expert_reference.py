@@ -7,6 +7,7 @@ Built from the definitions alone (e4m3, block scales, SiLU), not from the fp9 pa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -161,6 +162,21 @@ def pack(layer: Layer, weight_format: str = "fp9") -> np.ndarray:
             for e in experts
         ]
     )
+
+
+def whole_expert(layer: Layer) -> dict[str, Any]:
+    """Arguments of native Experts for all of a layer, on one thread."""
+    return {
+        "hidden_size": layer.hidden,
+        "intermediate_size": layer.intermediate,
+        "num_experts": layer.num_experts,
+        "top_k": 8,
+        "first_stripe": 0,
+        "num_stripes": layer.num_stripes,
+        "max_tokens": 150,
+        "num_threads": 1,
+        "spin_us": 0,
+    }
 
 
 def random_step(

@@ -6,7 +6,16 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from expert_reference import Layer, assert_same_bits, decode_e4m3, expert_sums, pack, random_step, silu
+from expert_reference import (
+    Layer,
+    assert_same_bits,
+    decode_e4m3,
+    expert_sums,
+    pack,
+    random_step,
+    silu,
+    whole_expert,
+)
 from test_isa import cpu_flags
 
 from duckllm import _native, prefill
@@ -37,21 +46,9 @@ def new(multipliers: str) -> New:
     """Makes native Experts with prefill in bf16; by default the whole expert on one thread."""
 
     def make(layer: Layer, **changes: object) -> _native.Experts:
-        arguments: dict[str, object] = {
-            "hidden_size": layer.hidden,
-            "intermediate_size": layer.intermediate,
-            "num_experts": layer.num_experts,
-            "top_k": 8,
-            "first_stripe": 0,
-            "num_stripes": layer.num_stripes,
-            "max_tokens": 150,
-            "num_threads": 1,
-            "spin_us": 0,
-            "isa": "avx512",
-            "prefill": "bf16",
-        }
-        experts = _native.Experts(**(arguments | changes))
-        assert experts.prefill == (multipliers if (arguments | changes)["prefill"] == "bf16" else "f32")
+        arguments = whole_expert(layer) | {"isa": "avx512", "prefill": "bf16"} | changes
+        experts = _native.Experts(**arguments)
+        assert experts.prefill == (multipliers if arguments["prefill"] == "bf16" else "f32")
         return experts
 
     return make
