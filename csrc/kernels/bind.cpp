@@ -167,7 +167,8 @@ size_t py_count_nan_e4m3(const AnyArray& bytes) {
 
 nb::object py_pack_expert_units(const AnyArray& gate, const AnyArray& up, const AnyArray& down,
                                 const AnyArray& gate_scale, const AnyArray& up_scale,
-                                const AnyArray& down_scale, nb::object out, const std::string& format_name) {
+                                const AnyArray& down_scale, nb::object out, const std::string& format_name,
+                                const std::string& scale_layout) {
   const WeightFormat format = parse_format(format_name);
   if (gate.ndim() != 2 || gate.shape(0) == 0 || gate.shape(1) == 0) {
     fail("gate", "shape " + shape_of(gate), "shape [I, H] with both at least 1");
@@ -175,20 +176,26 @@ nb::object py_pack_expert_units(const AnyArray& gate, const AnyArray& up, const 
   E4m3Expert expert;
   const size_t intermediate = expert.intermediate_size = gate.shape(0);
   const size_t hidden = expert.hidden_size = gate.shape(1);
+  expert.scale_layout = parse_scale_layout(scale_layout);
+  const bool by_channel = expert.scale_layout == ScaleLayout::kChannel;
   const size_t channel_blocks = ceil_div(intermediate, kScaleBlock),
                hidden_blocks = ceil_div(hidden, kScaleBlock);
+  const std::vector<size_t> gate_up_shape =
+      by_channel ? std::vector<size_t>{intermediate, 1} : std::vector<size_t>{channel_blocks, hidden_blocks};
+  const std::vector<size_t> down_shape =
+      by_channel ? std::vector<size_t>{hidden, 1} : std::vector<size_t>{hidden_blocks, channel_blocks};
   expert.gate = checked<uint8_t>("gate", gate, "uint8", {intermediate, hidden});
   expert.up = checked<uint8_t>("up", up, "uint8", {intermediate, hidden});
   expert.down = checked<uint8_t>("down", down, "uint8", {hidden, intermediate});
-  expert.gate_scale = checked<float>("gate_scale", gate_scale, "float32", {channel_blocks, hidden_blocks});
-  expert.up_scale = checked<float>("up_scale", up_scale, "float32", {channel_blocks, hidden_blocks});
-  expert.down_scale = checked<float>("down_scale", down_scale, "float32", {hidden_blocks, channel_blocks});
+  expert.gate_scale = checked<float>("gate_scale", gate_scale, "float32", gate_up_shape);
+  expert.up_scale = checked<float>("up_scale", up_scale, "float32", gate_up_shape);
+  expert.down_scale = checked<float>("down_scale", down_scale, "float32", down_shape);
 
   const size_t num_stripes = ceil_div(intermediate, kStripeChannels);
-  if (out.is_none()) out = nb::cast(new_array<uint8_t>({num_stripes, unit_bytes(format, hidden)}));
+  const std::vector<size_t> shape = {num_stripes, unit_bytes(format, hidden, expert.scale_layout)};
+  if (out.is_none()) out = nb::cast(new_array<uint8_t>(shape));
   const auto result = writable_array(out);
-  auto* units = const_cast<uint8_t*>(
-      checked<uint8_t>("out", result, "uint8", {num_stripes, unit_bytes(format, hidden)}));
+  auto* units = const_cast<uint8_t*>(checked<uint8_t>("out", result, "uint8", shape));
   const char* nan_field = nullptr;
   size_t nan_count = 0;
   {
@@ -251,31 +258,33 @@ void bind_kernels(nb::module_& m) {
       "variable names none that is there.");
   m.def(
       "unit_bytes",
-      [](int64_t hidden_size, const std::string& format) {
-        return unit_bytes(parse_format(format), as_u32("hidden_size", hidden_size));
+      [](int64_t hidden_size, const std::string& format, const std::string& scale_layout) {
+        return unit_bytes(parse_format(format), as_u32("hidden_size", hidden_size),
+                          parse_scale_layout(scale_layout));
       },
-      "hidden_size"_a, "format"_a = "fp9",
-      "Bytes of one unit (expert, stripe) in the format fp9 or fp8.\n\n"
-      "Raises:\n    ValueError: another format, or a size out of range.");
+      "hidden_size"_a, "format"_a = "fp9", "scale_layout"_a = "block",
+      "Bytes of one unit (expert, stripe) in the format fp9 or fp8, scales by block or channel.\n\n"
+      "Raises:\n    ValueError: another format or layout, or a size out of range.");
   m.def("count_nan_e4m3", &py_count_nan_e4m3, "bytes"_a.noconvert(),
         nb::sig("def count_nan_e4m3(bytes: numpy.typing.NDArray[numpy.uint8]) -> int"),
         "How many of the bytes are e4m3 NaN (0x7f, 0xff).\n\nShapes:\n    bytes: any, uint8, contiguous");
   m.def(
       "pack_expert_units", &py_pack_expert_units, "gate"_a.noconvert(), "up"_a.noconvert(),
       "down"_a.noconvert(), "gate_scale"_a.noconvert(), "up_scale"_a.noconvert(), "down_scale"_a.noconvert(),
-      "out"_a = nb::none(), "format"_a = "fp9",
+      "out"_a = nb::none(), "format"_a = "fp9", "scale_layout"_a = "block",
       nb::sig(
           "def pack_expert_units(gate: numpy.typing.NDArray[numpy.uint8], "
           "up: numpy.typing.NDArray[numpy.uint8], down: numpy.typing.NDArray[numpy.uint8], "
           "gate_scale: numpy.typing.NDArray[numpy.float32], up_scale: numpy.typing.NDArray[numpy.float32], "
           "down_scale: numpy.typing.NDArray[numpy.float32], "
-          "out: numpy.typing.NDArray[numpy.uint8] | None = None, format: str = 'fp9') -> "
-          "numpy.typing.NDArray[numpy.uint8]"),
-      "Packs one e4m3 expert into units of the format fp9 or fp8.\n\n"
+          "out: numpy.typing.NDArray[numpy.uint8] | None = None, format: str = 'fp9', "
+          "scale_layout: str = 'block') -> numpy.typing.NDArray[numpy.uint8]"),
+      "Packs one e4m3 expert into units of the format fp9 or fp8, scales by block or channel.\n\n"
       "Shapes:\n"
       "    gate, up: [I, H] uint8; down: [H, I] uint8\n"
       "    gate_scale, up_scale: [ceil(I/128), ceil(H/128)] f32; down_scale: [ceil(H/128), ceil(I/128)] f32\n"
-      "    out, result: [ceil(I/16), unit_bytes(H, format)] uint8\n\n"
+      "        in the layout channel gate_scale, up_scale: [I, 1] f32; down_scale: [H, 1] f32\n"
+      "    out, result: [ceil(I/16), unit_bytes(H, format, scale_layout)] uint8\n\n"
       "Raises:\n    ValueError: a wrong shape or type, or NaN bytes (with their count).\n\n"
       "Reference:\n    duckllm.weights.units, byte for byte");
   m.def("quantize_e4m3_blocks", &py_quantize_e4m3_blocks, "weights"_a.noconvert(),

@@ -26,6 +26,12 @@ WeightFormat parse_format(const std::string& name) {
   throw std::invalid_argument("format: got '" + name + "', expected fp9 or fp8");
 }
 
+ScaleLayout parse_scale_layout(const std::string& name) {
+  if (name == "block") return ScaleLayout::kBlock;
+  if (name == "channel") return ScaleLayout::kChannel;
+  throw std::invalid_argument("scale_layout: got '" + name + "', expected block or channel");
+}
+
 ExpertShape checked_shape(const ExpertShape& shape, uint32_t max_tokens) {
   constexpr uint32_t kMost = 1u << 24;  // far above any model; keeps every product below within 64 bits
   for (auto [field, value] :

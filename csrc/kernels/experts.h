@@ -96,6 +96,8 @@ ExpertShape checked_shape(const ExpertShape& shape, uint32_t max_tokens);
 // The format of experts of that name, "fp9" or "fp8"; "fp8-normal" decodes fp8 without denormal numbers on
 // any CPU, for tests. Throws std::invalid_argument for another.
 WeightFormat parse_format(const std::string& name);
+// The layout of scales of that name, "block" or "channel". Throws std::invalid_argument for another.
+ScaleLayout parse_scale_layout(const std::string& name);
 
 // Units of one layer in memory: unit(e, s) = base + e * expert_stride_bytes + s * unit_bytes(format, H),
 // where s counts from the slice's first stripe. No alignment is needed; 64 bytes is best.

@@ -51,23 +51,39 @@ void pack_rows(const RecordSource& source, size_t first_row, WeightFormat format
 
 namespace {
 
-void pack_unit(const E4m3Expert& expert, size_t stripe, WeightFormat format, uint8_t* unit) {
-  const size_t hidden = expert.hidden_size, intermediate = expert.intermediate_size;
-  const size_t hidden_blocks = ceil_div(hidden, kScaleBlock),
-               channel_blocks = ceil_div(intermediate, kScaleBlock);
-  const size_t first_channel = stripe * kStripeChannels, channel_block = first_channel / kScaleBlock;
-  const size_t channels = std::min<size_t>(kStripeChannels, intermediate - first_channel);
-
-  std::memset(unit, 0, unit_scale_bytes(hidden));
+void pack_block_scales(const E4m3Expert& expert, size_t first_channel, uint8_t* section) {
+  const size_t hidden_blocks = ceil_div(expert.hidden_size, kScaleBlock),
+               channel_blocks = ceil_div(expert.intermediate_size, kScaleBlock);
+  const size_t channel_block = first_channel / kScaleBlock;
   for (size_t block = 0; block < hidden_blocks; ++block) {
     const float scales[3] = {expert.gate_scale[channel_block * hidden_blocks + block],
                              expert.up_scale[channel_block * hidden_blocks + block],
                              expert.down_scale[block * channel_blocks + channel_block]};
-    for (size_t i = 0; i < 3; ++i) std::memcpy(unit + 4 * (i * hidden_blocks + block), &scales[i], 4);
+    for (size_t i = 0; i < 3; ++i) std::memcpy(section + 4 * (i * hidden_blocks + block), &scales[i], 4);
+  }
+}
+
+void pack_channel_scales(const E4m3Expert& expert, size_t first_channel, size_t channels, uint8_t* section) {
+  std::memcpy(section, expert.gate_scale + first_channel, 4 * channels);
+  std::memcpy(section + 4 * kStripeChannels, expert.up_scale + first_channel, 4 * channels);
+  std::memcpy(section + 8 * kStripeChannels, expert.down_scale, 4 * expert.hidden_size);
+}
+
+void pack_unit(const E4m3Expert& expert, size_t stripe, WeightFormat format, uint8_t* unit) {
+  const size_t hidden = expert.hidden_size, intermediate = expert.intermediate_size;
+  const size_t first_channel = stripe * kStripeChannels;
+  const size_t channels = std::min<size_t>(kStripeChannels, intermediate - first_channel);
+
+  const size_t scale_bytes = unit_scale_bytes(hidden, expert.scale_layout);
+  std::memset(unit, 0, scale_bytes);
+  if (expert.scale_layout == ScaleLayout::kChannel) {
+    pack_channel_scales(expert, first_channel, channels, unit);
+  } else {
+    pack_block_scales(expert, first_channel, unit);
   }
 
   const size_t num_records = padded_hidden(hidden) / kRecordRows, bytes = record_bytes(format);
-  uint8_t* gate_up = unit + unit_scale_bytes(hidden);
+  uint8_t* gate_up = unit + scale_bytes;
   uint8_t* down = gate_up + 2 * num_records * bytes;
   std::memset(gate_up, 0, 3 * num_records * bytes);
   for (size_t index = 0; index < num_records; ++index) {
@@ -102,7 +118,8 @@ size_t count_nan_e4m3(const uint8_t* bytes, size_t size) {
 void pack_expert_units(const E4m3Expert& expert, WeightFormat format, uint8_t* units) {
   const size_t num_stripes = ceil_div(expert.intermediate_size, kStripeChannels);
   for (size_t stripe = 0; stripe < num_stripes; ++stripe) {
-    pack_unit(expert, stripe, format, units + stripe * unit_bytes(format, expert.hidden_size));
+    pack_unit(expert, stripe, format,
+              units + stripe * unit_bytes(format, expert.hidden_size, expert.scale_layout));
   }
 }
 

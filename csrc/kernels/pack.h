@@ -10,16 +10,17 @@
 
 namespace duck {
 
-// One expert as the checkpoint has it: e4m3 bytes, row-major, and one f32 scale per 128x128 block.
+// One expert as the checkpoint has it: e4m3 bytes, row-major, and one f32 scale per 128x128 block or row.
 struct E4m3Expert {
   size_t hidden_size = 0;             // H
   size_t intermediate_size = 0;       // I
   const uint8_t* gate = nullptr;      // [I, H]
   const uint8_t* up = nullptr;        // [I, H]
   const uint8_t* down = nullptr;      // [H, I]
-  const float* gate_scale = nullptr;  // [ceil(I / 128), ceil(H / 128)]
+  const float* gate_scale = nullptr;  // [ceil(I / 128), ceil(H / 128)], or [I] by channels
   const float* up_scale = nullptr;    // the same
-  const float* down_scale = nullptr;  // [ceil(H / 128), ceil(I / 128)]
+  const float* down_scale = nullptr;  // [ceil(H / 128), ceil(I / 128)], or [H] by channels
+  ScaleLayout scale_layout = ScaleLayout::kBlock;
 };
 
 // The fp9 magnitude of an e4m3 byte (its sign bit ignored). NaN (0x7f, 0xff) has none; the caller has
@@ -39,8 +40,8 @@ void pack_rows(const RecordSource& source, size_t first_row, WeightFormat format
 // How many of the bytes are e4m3 NaN (0x7f, 0xff).
 size_t count_nan_e4m3(const uint8_t* bytes, size_t size);
 
-// Writes all ceil(I / 16) units, unit_bytes(format, H) each, padding included, fp9 or fp8. The expert must
-// hold no NaN.
+// Writes all ceil(I / 16) units, unit_bytes(format, H, scale_layout) each, padding included, fp9 or fp8. The
+// expert must hold no NaN.
 void pack_expert_units(const E4m3Expert& expert, WeightFormat format, uint8_t* units);
 
 // The e4m3 byte nearest to a value, ties to even, magnitudes over 448 to 448. The value must not be NaN.

@@ -86,12 +86,13 @@ bool fp9_from_fp8(const uint8_t* record, uint8_t* out) {
 
 }  // namespace
 
-bool recode_unit(size_t hidden_size, WeightFormat from, const uint8_t* unit, WeightFormat to, uint8_t* out) {
+bool recode_unit(size_t hidden_size, ScaleLayout layout, WeightFormat from, const uint8_t* unit,
+                 WeightFormat to, uint8_t* out) {
   if (from == to) {
-    std::memcpy(out, unit, unit_bytes(from, hidden_size));
+    std::memcpy(out, unit, unit_bytes(from, hidden_size, layout));
     return true;
   }
-  const size_t scales = unit_scale_bytes(hidden_size);
+  const size_t scales = unit_scale_bytes(hidden_size, layout);
   std::memcpy(out, unit, scales);
   const auto recode_record = from == WeightFormat::kFp9 ? fp8_from_fp9 : fp9_from_fp8;
   const size_t num_records = 3 * (padded_hidden(hidden_size) / kRecordRows);

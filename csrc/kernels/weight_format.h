@@ -29,6 +29,9 @@ enum class WeightFormat : uint8_t {
 };
 inline constexpr int kNumWeightFormats = 4;
 
+// Which weights of an expert share a scale: 128 x 128 of a matrix, or one of its rows.
+enum class ScaleLayout : uint8_t { kBlock = 0, kChannel = 1 };
+
 inline constexpr int kStripeChannels = 16;  // intermediate channels of one stripe; lanes of a record
 inline constexpr int kRecordRows = 32;      // rows (of 16 lanes) of one record
 inline constexpr int kRecordWeights = kRecordRows * kStripeChannels;
@@ -102,15 +105,18 @@ inline constexpr size_t padded_hidden(size_t hidden_size) {
   return ceil_div(hidden_size, kRecordRows) * kRecordRows;
 }
 
-// Bytes of a unit's scale section: gate, up and down scales, ceil(H / 128) f32 each, padded to 64 bytes.
-inline constexpr size_t unit_scale_bytes(size_t hidden_size) {
+// Bytes of a unit's scale section, f32. By blocks: gate, up and down scales, ceil(H / 128) each, padded to 64
+// bytes. By channels: gate and up scales of the stripe's 16 channels, then H' down scales.
+inline constexpr size_t unit_scale_bytes(size_t hidden_size, ScaleLayout layout = ScaleLayout::kBlock) {
+  if (layout == ScaleLayout::kChannel) return 4 * (2 * kStripeChannels + padded_hidden(hidden_size));
   return ceil_div(3 * 4 * ceil_div(hidden_size, kScaleBlock), 64) * 64;
 }
 
 // Bytes of one unit = (expert, stripe): scales, then H'/32 pairs of records (gate, up), then H'/32 records of
 // down, H' = padded_hidden(H). A multiple of 64. fp9 or fp8.
-inline constexpr size_t unit_bytes(WeightFormat format, size_t hidden_size) {
-  return unit_scale_bytes(hidden_size) +
+inline constexpr size_t unit_bytes(WeightFormat format, size_t hidden_size,
+                                   ScaleLayout layout = ScaleLayout::kBlock) {
+  return unit_scale_bytes(hidden_size, layout) +
          3 * (padded_hidden(hidden_size) / kRecordRows) * record_bytes(format);
 }
 

@@ -15,7 +15,7 @@ namespace {
 using duck::WeightFormat;
 
 bool recode(WeightFormat from, const std::vector<uint8_t>& unit, WeightFormat to, std::vector<uint8_t>& out) {
-  return duck::recode_unit(32, from, unit.data() + 1, to, out.data() + 1);
+  return duck::recode_unit(32, duck::ScaleLayout::kBlock, from, unit.data() + 1, to, out.data() + 1);
 }
 
 // A unit of H = 32 that begins at an odd address: byte 0 is none of it.

@@ -23,8 +23,8 @@ using WritableUnits = nb::ndarray<uint8_t, nb::ndim<3>, nb::device::cpu>;
 
 template <class Array>
 void check_units(const std::string& name, const Array& units, const std::string& format_name,
-                 size_t hidden_size) {
-  const size_t bytes = unit_bytes(parse_format(format_name), hidden_size);
+                 size_t hidden_size, ScaleLayout layout) {
+  const size_t bytes = unit_bytes(parse_format(format_name), hidden_size, layout);
   if (units.shape(2) != bytes) {
     throw std::invalid_argument(name + ": got units of " + std::to_string(units.shape(2)) +
                                 " bytes, expected " + std::to_string(bytes) + " as " + format_name);
@@ -36,25 +36,26 @@ void check_units(const std::string& name, const Array& units, const std::string&
 }
 
 void py_recode_units(const UnitsArray& units, const WritableUnits& out, uint32_t hidden_size,
-                     const std::string& from, const std::string& to) {
-  check_units("units", units, from, hidden_size);
-  check_units("out", out, to, hidden_size);
+                     const std::string& from, const std::string& to, const std::string& scale_layout) {
+  const ScaleLayout layout = parse_scale_layout(scale_layout);
+  check_units("units", units, from, hidden_size, layout);
+  check_units("out", out, to, hidden_size, layout);
   if (units.shape(0) != out.shape(0) || units.shape(1) != out.shape(1)) {
     throw std::invalid_argument("out: got " + std::to_string(out.shape(0)) + " experts of " +
                                 std::to_string(out.shape(1)) + " stripes, expected " +
                                 std::to_string(units.shape(0)) + " of " + std::to_string(units.shape(1)));
   }
   const WeightFormat from_format = parse_format(from), to_format = parse_format(to);
+  const size_t from_bytes = units.shape(2), to_bytes = out.shape(2);
   size_t num_bad = 0;
   {
     nb::gil_scoped_release release;
     for (size_t expert = 0; expert < units.shape(0); ++expert) {
       for (size_t stripe = 0; stripe < units.shape(1); ++stripe) {
-        const uint8_t* unit = units.data() + static_cast<int64_t>(expert) * units.stride(0) +
-                              stripe * unit_bytes(from_format, hidden_size);
-        uint8_t* to_unit = out.data() + static_cast<int64_t>(expert) * out.stride(0) +
-                           stripe * unit_bytes(to_format, hidden_size);
-        num_bad += recode_unit(hidden_size, from_format, unit, to_format, to_unit) ? 0 : 1;
+        const uint8_t* unit =
+            units.data() + static_cast<int64_t>(expert) * units.stride(0) + stripe * from_bytes;
+        uint8_t* to_unit = out.data() + static_cast<int64_t>(expert) * out.stride(0) + stripe * to_bytes;
+        num_bad += recode_unit(hidden_size, layout, from_format, unit, to_format, to_unit) ? 0 : 1;
       }
     }
   }
@@ -80,15 +81,15 @@ void py_flush_from_caches(const UnitsArray& units) {
 
 void bind_weights(nb::module_& m) {
   m.def("recode_units", &py_recode_units, "units"_a.noconvert(), "out"_a.noconvert(), "hidden_size"_a,
-        "from_format"_a, "to_format"_a,
+        "from_format"_a, "to_format"_a, "scale_layout"_a = "block",
         nb::sig("def recode_units(units: numpy.typing.NDArray[numpy.uint8], out: "
-                "numpy.typing.NDArray[numpy.uint8], hidden_size: int, from_format: str, to_format: str) -> "
-                "None"),
-        "Writes units of one format in another, without loss.\n\n"
+                "numpy.typing.NDArray[numpy.uint8], hidden_size: int, from_format: str, to_format: str, "
+                "scale_layout: str = 'block') -> None"),
+        "Writes units of one format in another, without loss and with the same scales.\n\n"
         "Shapes:\n"
-        "    units: [E, S, unit_bytes(H, from_format)] uint8, each expert's stripes contiguous; may be a "
-        "memory map\n"
-        "    out: [E, S, unit_bytes(H, to_format)] uint8, likewise; must not overlap\n\n"
+        "    units: [E, S, unit_bytes(H, from_format, scale_layout)] uint8, each expert's stripes\n"
+        "        contiguous; may be a memory map\n"
+        "    out: [E, S, unit_bytes(H, to_format, scale_layout)] uint8, likewise; must not overlap\n\n"
         "Raises:\n    ValueError: a wrong shape or format, or bytes that no finite e4m3 value is stored "
         "as.\n\n"
         "Threading:\n    Releases the interpreter; threads may share out the experts.\n\n"

@@ -39,12 +39,12 @@ def select_bf16(isa: str) -> str:
         ValueError: there are none, another ISA than avx512, or the variable names none that is there.
     """
 
-def unit_bytes(hidden_size: int, format: str = "fp9") -> int:
+def unit_bytes(hidden_size: int, format: str = "fp9", scale_layout: str = "block") -> int:
     """
-    Bytes of one unit (expert, stripe) in the format fp9 or fp8.
+    Bytes of one unit (expert, stripe) in the format fp9 or fp8, scales by block or channel.
 
     Raises:
-        ValueError: another format, or a size out of range.
+        ValueError: another format or layout, or a size out of range.
     """
 
 def count_nan_e4m3(bytes: numpy.typing.NDArray[numpy.uint8]) -> int:
@@ -64,14 +64,16 @@ def pack_expert_units(
     down_scale: numpy.typing.NDArray[numpy.float32],
     out: numpy.typing.NDArray[numpy.uint8] | None = None,
     format: str = "fp9",
+    scale_layout: str = "block",
 ) -> numpy.typing.NDArray[numpy.uint8]:
     """
-    Packs one e4m3 expert into units of the format fp9 or fp8.
+    Packs one e4m3 expert into units of the format fp9 or fp8, scales by block or channel.
 
     Shapes:
         gate, up: [I, H] uint8; down: [H, I] uint8
         gate_scale, up_scale: [ceil(I/128), ceil(H/128)] f32; down_scale: [ceil(H/128), ceil(I/128)] f32
-        out, result: [ceil(I/16), unit_bytes(H, format)] uint8
+            in the layout channel gate_scale, up_scale: [I, 1] f32; down_scale: [H, 1] f32
+        out, result: [ceil(I/16), unit_bytes(H, format, scale_layout)] uint8
 
     Raises:
         ValueError: a wrong shape or type, or NaN bytes (with their count).
@@ -464,13 +466,15 @@ def recode_units(
     hidden_size: int,
     from_format: str,
     to_format: str,
+    scale_layout: str = "block",
 ) -> None:
     """
-    Writes units of one format in another, without loss.
+    Writes units of one format in another, without loss and with the same scales.
 
     Shapes:
-        units: [E, S, unit_bytes(H, from_format)] uint8, each expert's stripes contiguous; may be a memory map
-        out: [E, S, unit_bytes(H, to_format)] uint8, likewise; must not overlap
+        units: [E, S, unit_bytes(H, from_format, scale_layout)] uint8, each expert's stripes
+            contiguous; may be a memory map
+        out: [E, S, unit_bytes(H, to_format, scale_layout)] uint8, likewise; must not overlap
 
     Raises:
         ValueError: a wrong shape or format, or bytes that no finite e4m3 value is stored as.

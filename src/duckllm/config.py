@@ -12,6 +12,7 @@ from duckllm.errors import ConfigError, InWords
 
 WIRE_DTYPES = ("f32", "bf16")
 WEIGHT_FORMATS = ("fp9", "fp8")  # what each is, duckllm.weights.formats says
+SCALE_LAYOUTS = ("block", "channel")  # one scale for 128 x 128 weights, or for a row of a matrix
 PREFILLS = ("f32", "bf16")  # csrc/kernels/experts.h says what each computes
 FORMAT_CHOICES = ("auto", *WEIGHT_FORMATS)
 MAX_WORKERS = 1024

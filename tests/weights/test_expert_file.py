@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from random_checkpoint import make_checkpoint
+from random_checkpoint import FINITE_CODES, config, make_checkpoint
 
 from duckllm.errors import CheckpointError, WeightHashError
-from duckllm.weights import reader
+from duckllm.weights import pack, reader
+from duckllm.weights.architectures import layout_of
 from duckllm.weights.convert import convert
+from duckllm.weights.files import AtomicFile
+from duckllm.weights.formats import unit_bytes
 from duckllm.weights.manifest import Manifest
 from duckllm.weights.reader import ExpertFile
-from duckllm.weights.safetensors_file import TensorInfo, read_header
+from duckllm.weights.safetensors_file import TensorInfo, TensorReader, read_header
+from duckllm.weights.units import ExpertWeights, unpack_expert_units
 
 
 @pytest.fixture
@@ -60,6 +65,44 @@ def test_verify_finds_a_flipped_bit_in_its_own_slice_only(manifest: Manifest, st
     assert f"experts-00003.safetensors: layer 3, stripe {stripe}: got SHA-256" in str(caught.value)
     with pytest.raises(WeightHashError, match=f"stripe {stripe}:"):
         file.verify()
+
+
+def test_experts_with_a_scale_for_each_channel(
+    manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file holds what its experts unpack to, has the length that is told before, and can be verified."""
+    rng = np.random.default_rng(0)
+    experts = [
+        ExpertWeights(
+            *(rng.choice(FINITE_CODES, shape) for shape in ((100, 72), (100, 72), (72, 100))),
+            *(rng.uniform(0.5, 2, (rows, 1)).astype(np.float32) for rows in (100, 100, 72)),
+        )
+        for _ in range(4)
+    ]
+    monkeypatch.setattr(pack, "read_expert", lambda *arguments: (experts[arguments[-1]], None))
+    layout = layout_of(config(moe_intermediate_size=100), {"model.layers.4.": None})
+    path, told = tmp_path / "experts-00001.safetensors", []
+    with AtomicFile(path) as out, TensorReader() as tensors:
+        entry, error = pack.write_expert_file(
+            out, tensors, {}, layout, 1, "fp8", told.append, scale_layout="channel"
+        )
+        out.commit()
+    assert error is None
+    assert path.stat().st_size == entry.bytes == sum(told)
+    assert entry.bytes == pack.expert_file_bytes(layout, 1, "fp8", "channel")
+    channel = replace(
+        manifest,
+        format="fp8",
+        scale_layout="channel",
+        unit_bytes=unit_bytes(72, "fp8", "channel"),
+        expert_layers={1: entry},
+    )
+    file = ExpertFile(path, channel, 1)
+    file.verify()
+    for units, expert in zip(file.units, experts, strict=True):
+        again = unpack_expert_units(units, 100, 72, "fp8", "channel")
+        for field in fields(expert):
+            np.testing.assert_array_equal(getattr(again, field.name), getattr(expert, field.name))
 
 
 def test_files_of_another_shape_are_refused(manifest: Manifest, tmp_path: Path) -> None:

@@ -15,14 +15,18 @@ from duckllm.weights.pack import pack_units
 from duckllm.weights.units import ExpertWeights, pack_expert_units, unpack_expert_units
 
 FORMATS = ["fp9", "fp8"]
+LAYOUTS = ["block", "channel"]
 ALL_CODES = np.arange(256, dtype=np.uint8)
 
 
-def random_expert(rng: np.random.Generator, intermediate: int, hidden: int) -> ExpertWeights:
+def random_expert(
+    rng: np.random.Generator, intermediate: int, hidden: int, scale_layout: str = "block"
+) -> ExpertWeights:
     wide, tall = (intermediate, hidden), (hidden, intermediate)
+    scale_shape = e4m3.scale_shape if scale_layout == "block" else lambda rows, columns: (rows, 1)
     return ExpertWeights(
         *(rng.choice(FINITE_CODES, size=shape) for shape in (wide, wide, tall)),
-        *(rng.uniform(0.5, 2, e4m3.scale_shape(*shape)).astype(np.float32) for shape in (wide, wide, tall)),
+        *(rng.uniform(0.5, 2, scale_shape(*shape)).astype(np.float32) for shape in (wide, wide, tall)),
     )
 
 
@@ -81,14 +85,20 @@ def test_rounding_is_torchs_for_every_kind_of_value() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from(FORMATS), st.integers(1, 300), st.integers(1, 300), st.integers(0, 2**32 - 1))
+@given(
+    st.sampled_from(FORMATS),
+    st.sampled_from(LAYOUTS),
+    st.integers(1, 300),
+    st.integers(1, 300),
+    st.integers(0, 2**32 - 1),
+)
 def test_packing_then_unpacking_gives_the_same_bytes(
-    weight_format: str, intermediate: int, hidden: int, seed: int
+    weight_format: str, scale_layout: str, intermediate: int, hidden: int, seed: int
 ) -> None:
-    expert = random_expert(np.random.default_rng(seed), intermediate, hidden)
-    units = pack_expert_units(expert, weight_format)
-    assert units.shape == (-(-intermediate // 16), formats.unit_bytes(hidden, weight_format))
-    again = unpack_expert_units(units, intermediate, hidden, weight_format)
+    expert = random_expert(np.random.default_rng(seed), intermediate, hidden, scale_layout)
+    units = pack_expert_units(expert, weight_format, scale_layout)
+    assert units.shape == (-(-intermediate // 16), formats.unit_bytes(hidden, weight_format, scale_layout))
+    again = unpack_expert_units(units, intermediate, hidden, weight_format, scale_layout)
     for name in ("gate", "up", "down", "gate_scales", "up_scales", "down_scales"):
         got, expected = getattr(again, name), getattr(expert, name)
         assert got.shape == expected.shape
@@ -132,13 +142,37 @@ def test_places_of_single_fp8_weights() -> None:
     assert np.count_nonzero(units[:, 64:]) == 3
 
 
+@pytest.mark.parametrize("scale_layout", LAYOUTS)
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize(("hidden", "intermediate"), [(1, 1), (31, 15), (33, 17), (200, 200), (576, 130)])
-def test_the_native_packer_writes_the_same_bytes(weight_format: str, hidden: int, intermediate: int) -> None:
-    expert = random_expert(np.random.default_rng(hidden), intermediate, hidden)
-    native = pack_units(expert, weight_format)
-    assert native.shape[1] == _native.unit_bytes(hidden, weight_format)
-    np.testing.assert_array_equal(native, pack_expert_units(expert, weight_format))
+def test_the_native_packer_writes_the_same_bytes(
+    weight_format: str, hidden: int, intermediate: int, scale_layout: str
+) -> None:
+    expert = random_expert(np.random.default_rng(hidden), intermediate, hidden, scale_layout)
+    native = pack_units(expert, weight_format, scale_layout)
+    assert native.shape[1] == _native.unit_bytes(hidden, weight_format, scale_layout)
+    np.testing.assert_array_equal(native, pack_expert_units(expert, weight_format, scale_layout))
+
+
+def test_places_of_channel_scales() -> None:
+    """40 channels of 70 hidden indices: a unit has its stripe's gate and up scales and all of down's."""
+    expert = random_expert(np.random.default_rng(3), 40, 70, "channel")
+    units = pack_expert_units(expert, "fp8", "channel")
+    assert units.shape == (3, 4 * (32 + 96) + 9 * 512)
+    scales = units[:, : 4 * (32 + 96)].copy().view("<f4")
+    for stripe, channels in enumerate((16, 16, 8)):
+        first = 16 * stripe
+        np.testing.assert_array_equal(
+            scales[stripe, :channels], expert.gate_scales[first : first + channels, 0]
+        )
+        np.testing.assert_array_equal(
+            scales[stripe, 16 : 16 + channels], expert.up_scales[first : first + channels, 0]
+        )
+        np.testing.assert_array_equal(scales[stripe, 32 : 32 + 70], expert.down_scales[:, 0])
+        padding = [*scales[stripe, channels:16], *scales[stripe, 16 + channels : 32], *scales[stripe, 102:]]
+        assert not np.any(padding)
+    block = pack_expert_units(random_expert(np.random.default_rng(3), 40, 70), "fp8")
+    np.testing.assert_array_equal(units[:, 4 * (32 + 96) :], block[:, 64:])
 
 
 def test_every_finite_code_of_fp8_decodes_to_its_value_times_2_to_minus_120() -> None:
@@ -181,8 +215,25 @@ def test_unpacking_refuses_other_shapes_and_scales_that_disagree() -> None:
     with pytest.raises(errors.WeightFormatError, match=r"got shape \(3, 5248\), expected \(4, 5248\)"):
         unpack_expert_units(units, 50, 72, "fp9")
     units[1, 3] ^= 1
-    with pytest.raises(errors.WeightFormatError, match="several scales"):
+    with pytest.raises(errors.WeightFormatError, match="several scales in one 128-channel block"):
         unpack_expert_units(units, 40, 72, "fp9")
+    units = pack_expert_units(random_expert(np.random.default_rng(4), 40, 72, "channel"), "fp9", "channel")
+    with pytest.raises(errors.WeightFormatError, match=r"got shape \(3, 5696\), expected \(3, 5248\)"):
+        unpack_expert_units(units, 40, 72, "fp9")
+    units[1, 128 + 4 * 71] ^= 1
+    with pytest.raises(errors.WeightFormatError, match="several scales of one output of down"):
+        unpack_expert_units(units, 40, 72, "fp9", "channel")
+
+
+@pytest.mark.parametrize(("given", "other"), [LAYOUTS, LAYOUTS[::-1]])
+def test_scales_of_another_layout_are_refused(given: str, other: str) -> None:
+    expert = random_expert(np.random.default_rng(4), 40, 72, given)
+    with pytest.raises(errors.WeightFormatError, match=f"expected .* in the layout {other}"):
+        pack_expert_units(expert, "fp9", other)
+    with pytest.raises(ValueError, match=r"gate_scale: got shape \[\d+, 1\], expected shape \[\d+, 1\]"):
+        pack_units(expert, "fp9", other)
+    with pytest.raises(ValueError, match="scale_layout: got 'row', expected block or channel"):
+        pack_units(expert, "fp9", "row")
 
 
 @pytest.mark.parametrize(("hidden", "scale_bytes", "records"), [(1, 64, 3), (256, 64, 24), (7168, 704, 672)])
@@ -191,6 +242,9 @@ def test_unit_bytes(hidden: int, scale_bytes: int, records: int) -> None:
         expected = scale_bytes + records * record_bytes
         assert formats.unit_bytes(hidden, weight_format) == expected
         assert expected % 64 == 0
+        by_channel = 4 * (32 + -(-hidden // 32) * 32) + records * record_bytes
+        assert formats.unit_bytes(hidden, weight_format, "channel") == by_channel
+        assert by_channel % 64 == 0
 
 
 def test_quantising_scales_each_block_by_its_largest_weight() -> None:

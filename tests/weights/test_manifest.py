@@ -40,7 +40,8 @@ def test_fields(model: Path) -> None:
     assert (manifest.hidden_size, manifest.moe_intermediate_size) == (72, 40)
     assert (manifest.num_experts, manifest.num_experts_per_tok) == (4, 2)
     assert (manifest.num_stripes, manifest.unit_bytes) == (3, 64 + 9 * 576)
-    assert manifest.block_size == (128, 128)
+    assert (manifest.scale_layout, manifest.block_size) == ("block", [128, 128])
+    assert "scale_layout" not in manifest.to_json()
     assert (manifest.format, manifest.format_version) == ("fp9", 2)
     assert manifest.architecture == "DeepseekV32ForCausalLM"
     assert manifest.model_type == "deepseek_v32"
@@ -68,7 +69,8 @@ def test_fields(model: Path) -> None:
         (lambda v: v.update(num_experts=True), CheckpointError, "num_experts: got True"),
         (lambda v: v.update(num_stripes=4), CheckpointError, "num_stripes: got 4, expected 3"),
         (lambda v: v.update(unit_bytes=64), CheckpointError, "unit_bytes: got 64, expected 5248"),
-        (lambda v: v.update(block_size=[64, 64]), CheckpointError, "block_size"),
+        (lambda v: v.update(block_size=[64, 64]), CheckpointError, "block_size: got [64, 64], expected [128"),
+        (lambda v: v.pop("block_size"), CheckpointError, "block_size"),
         (lambda v: v.update(num_experts_per_tok=5), CheckpointError, "num_experts_per_tok: got 5"),
         (lambda v: v["expert_layers"]["1"].update(file="../x"), CheckpointError, "got '../x'"),
         (lambda v: v["host_files"].update({"/etc/x": {"sha256": "", "bytes": 1}}), CheckpointError, "/etc/x"),
@@ -81,7 +83,18 @@ def test_fields(model: Path) -> None:
         (lambda v: v.update(format_version=1.0), WeightFormatError, "format_version: got 1.0, expected 2"),
         (lambda v: v.update(format=["fp9"]), WeightFormatError, "format: got ['fp9'], expected one of fp9"),
         (lambda v: v.update(format="fp8"), CheckpointError, "unit_bytes: got 5248, expected 4672"),
-        (lambda v: v.update(block_size="128"), CheckpointError, "block_size: got ('1', '2', '8')"),
+        (lambda v: v.update(block_size="128"), CheckpointError, "block_size: got '128', expected [128, 128]"),
+        (
+            lambda v: v.update(scale_layout="block"),
+            WeightFormatError,
+            "scale_layout: got 'block', expected 'channel', or no such key",
+        ),
+        (lambda v: v.update(scale_layout=None), WeightFormatError, "scale_layout: got None"),
+        (
+            lambda v: v.update(scale_layout="channel"),
+            CheckpointError,
+            "unit_bytes: got 5248, expected 5696; block_size: got [128, 128], expected null",
+        ),
         (lambda v: v.update(config_sha256="A" * 64), CheckpointError, "config_sha256: got 'AAA"),
         (lambda v: v["expert_layers"]["1"].update(file=".."), CheckpointError, "files: got '..'"),
         (lambda v: v["expert_layers"]["1"].update(file=""), CheckpointError, "files: got ''"),
@@ -127,6 +140,16 @@ def test_wrong_manifests(
     assert type(caught.value) is kind
     assert words in str(caught.value)
     assert "duck.json" in str(caught.value)
+
+
+def test_a_model_with_a_scale_for_each_channel(model: Path, tmp_path: Path) -> None:
+    def change(value: dict) -> None:
+        value.update(scale_layout="channel", unit_bytes=4 * (32 + 96) + 9 * 576, block_size=None)
+
+    manifest = Manifest.load(changed(model, tmp_path, change))
+    assert (manifest.scale_layout, manifest.block_size) == ("channel", None)
+    assert manifest.to_json() == json.loads((tmp_path / "duck.json").read_text())
+    assert manifest.model_hash != Manifest.load(model).model_hash
 
 
 def test_content_and_hash_must_agree(model: Path, tmp_path: Path) -> None:

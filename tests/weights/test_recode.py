@@ -17,16 +17,27 @@ from duckllm.weights.units import ExpertWeights, pack_expert_units
 BOTH_WAYS = pytest.mark.parametrize(("stored", "wanted"), [("fp9", "fp8"), ("fp8", "fp9")])
 
 
-def random_units(intermediate: int, hidden: int, seed: int, weight_format: str) -> np.ndarray:
+def random_units(
+    intermediate: int, hidden: int, seed: int, weight_format: str, scale_layout: str = "block"
+) -> np.ndarray:
     rng = np.random.default_rng(seed)
     shapes = [(intermediate, hidden), (intermediate, hidden), (hidden, intermediate)]
     codes = [np.resize(rng.permutation(FINITE_CODES), shape).astype(np.uint8) for shape in shapes]
-    scales = [rng.uniform(0.5, 2, e4m3.scale_shape(*shape)).astype(np.float32) for shape in shapes]
-    return pack_expert_units(ExpertWeights(*codes, *scales), weight_format)
+    by_channel = scale_layout == "channel"
+    scale_shapes = [(shape[0], 1) if by_channel else e4m3.scale_shape(*shape) for shape in shapes]
+    scales = [rng.uniform(0.5, 2, shape).astype(np.float32) for shape in scale_shapes]
+    return pack_expert_units(ExpertWeights(*codes, *scales), weight_format, scale_layout)
 
 
-def layer_of(intermediate: int, hidden: int, weight_format: str, num_experts: int = 5) -> np.ndarray:
-    return np.stack([random_units(intermediate, hidden, seed, weight_format) for seed in range(num_experts)])
+def layer_of(
+    intermediate: int,
+    hidden: int,
+    weight_format: str,
+    num_experts: int = 5,
+    scale_layout: str = "block",
+) -> np.ndarray:
+    units = (random_units(intermediate, hidden, n, weight_format, scale_layout) for n in range(num_experts))
+    return np.stack(list(units))
 
 
 @BOTH_WAYS
@@ -41,6 +52,16 @@ def test_the_other_formats_bytes(
     np.testing.assert_array_equal(got, layer_of(intermediate, hidden, wanted))
     assert got.ctypes.data % 64 == 0
     np.testing.assert_array_equal(recode_units(got, hidden, wanted, stored, num_threads), units)
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize(("intermediate", "hidden"), [(1, 1), (40, 72)])
+def test_channel_scales_stay_as_they_are(intermediate: int, hidden: int, stored: str, wanted: str) -> None:
+    units = layer_of(intermediate, hidden, stored, scale_layout="channel")
+    got = recode_units(units, hidden, stored, wanted, 2, "channel")
+    np.testing.assert_array_equal(got, layer_of(intermediate, hidden, wanted, scale_layout="channel"))
+    with pytest.raises(ValueError, match=f"expected {_native.unit_bytes(hidden, stored)} as {stored}"):
+        _native.recode_units(units, got, hidden, stored, wanted)
 
 
 @BOTH_WAYS

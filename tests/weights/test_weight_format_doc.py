@@ -9,12 +9,13 @@ import hashlib
 import json
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from random_checkpoint import make_checkpoint
+from random_checkpoint import FINITE_CODES, make_checkpoint
 from safetensors import safe_open
 
 from duckllm.weights import e4m3, formats, fp9
@@ -28,6 +29,28 @@ def ceil(a: int, b: int) -> int:
 
 RECORD_BYTES = {"fp9": 576, "fp8": 512}
 FORMATS = list(RECORD_BYTES)
+LAYOUTS = ("block", "channel")
+
+
+def scale_bytes(hidden: int, layout: str) -> int:
+    if layout == "channel":
+        return 128 + 4 * ceil(hidden, 32) * 32
+    return ceil(12 * ceil(hidden, 128), 64) * 64
+
+
+def read_scales(unit: bytes, hidden: int, layout: str) -> dict[str, list[float]]:
+    """Gate's and up's scales of each channel of the stripe and hidden index, down's of each output."""
+    if layout == "channel":
+        scales = struct.unpack_from(f"<{32 + hidden}f", unit, 0)
+        by_channel = {"gate": scales[:16], "up": scales[16:32]}
+        return {
+            **{name: [[scale] * hidden for scale in part] for name, part in by_channel.items()},
+            "down": list(scales[32:]),
+        }
+    runs = ceil(hidden, 128)
+    scales = struct.unpack_from(f"<{3 * runs}f", unit, 0)
+    wide = [[scales[part * runs + index // 128] for index in range(hidden)] for part in range(3)]
+    return {"gate": [wide[0]] * 16, "up": [wide[1]] * 16, "down": wide[2]}
 
 
 def read_e4m3(byte: int) -> float:
@@ -51,13 +74,12 @@ def read_weight(unit: bytes, record: int, row: int, lane: int, weight_format: st
 
 
 def read_unit(
-    unit: bytes, hidden: int, stripe: int, intermediate: int, weight_format: str
+    unit: bytes, hidden: int, stripe: int, intermediate: int, weight_format: str, layout: str = "block"
 ) -> dict[tuple[str, int, int], float]:
     """Weight by (matrix, row, column), scales multiplied in."""
     record_bytes = RECORD_BYTES[weight_format]
-    runs = ceil(hidden, 128)
-    scales = struct.unpack_from(f"<{3 * runs}f", unit, 0)
-    data = ceil(12 * runs, 64) * 64
+    scales = read_scales(unit, hidden, layout)
+    data = scale_bytes(hidden, layout)
     blocks = ceil(hidden, 32)
     weights = {}
     for block in range(blocks):
@@ -66,9 +88,8 @@ def read_unit(
             for row in range(min(32, hidden - 32 * block)):
                 for lane in range(min(16, intermediate - 16 * stripe)):
                     column = 32 * block + row
-                    scale = scales[half * runs + column // 128]
                     value = read_weight(unit, record, row, lane, weight_format)
-                    weights[matrix, 16 * stripe + lane, column] = scale * value
+                    weights[matrix, 16 * stripe + lane, column] = scales[matrix][lane][column] * value
         record = data + (2 * blocks + block) * record_bytes
         for tile in range(2):
             for channel in range(min(16, intermediate - 16 * stripe)):
@@ -76,8 +97,7 @@ def read_unit(
                     output = 32 * block + 16 * tile + lane
                     if output < hidden:
                         value = read_weight(unit, record, 16 * tile + channel, lane, weight_format)
-                        scale = scales[2 * runs + output // 128]
-                        weights["down", output, 16 * stripe + channel] = scale * value
+                        weights["down", output, 16 * stripe + channel] = scales["down"][output] * value
     return weights
 
 
@@ -89,12 +109,11 @@ class Reader:
         self.manifest = json.loads((folder / "duck.json").read_text())
         assert self.manifest["format_version"] == 2
         self.format = self.manifest["format"]
+        self.layout = self.manifest.get("scale_layout", "block")
         record_bytes = RECORD_BYTES[self.format]
         self.hidden, self.intermediate = self.manifest["hidden_size"], self.manifest["moe_intermediate_size"]
         hidden, blocks = self.hidden, ceil(self.hidden, 32)
-        assert (
-            self.manifest["unit_bytes"] == ceil(12 * ceil(hidden, 128), 64) * 64 + 3 * blocks * record_bytes
-        )
+        assert self.manifest["unit_bytes"] == scale_bytes(hidden, self.layout) + 3 * blocks * record_bytes
         assert self.manifest["num_stripes"] == ceil(self.intermediate, 16)
         content = {k: v for k, v in self.manifest.items() if k not in ("model_hash", "source", "created_by")}
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
@@ -129,7 +148,7 @@ class Reader:
         matrices = {name: np.full(shape, np.nan) for name, shape in shapes.items()}
         for stripe, unit in enumerate(units):
             for (matrix, row, column), value in read_unit(
-                unit, self.hidden, stripe, self.intermediate, self.format
+                unit, self.hidden, stripe, self.intermediate, self.format, self.layout
             ).items():
                 matrices[matrix][row, column] = value
         return matrices
@@ -171,6 +190,21 @@ def test_the_reader_of_the_page_reads_awkward_sizes(tmp_path: Path, weight_forma
             np.arange(rows)[:, None] // 128, np.arange(columns)[None] // 128
         ]
         np.testing.assert_array_equal(weights, values[made.array(stem)] * scales)
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_the_reader_of_the_page_reads_channel_scales(weight_format: str) -> None:
+    hidden, intermediate = 70, 40
+    rng = np.random.default_rng(2)
+    shapes = {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
+    codes = {name: rng.choice(FINITE_CODES, shape) for name, shape in shapes.items()}
+    scales = {name: rng.uniform(0.5, 2, (shape[0], 1)).astype("f4") for name, shape in shapes.items()}
+    units = pack_expert_units(ExpertWeights(*codes.values(), *scales.values()), weight_format, "channel")
+    values = e4m3.e4m3_values().astype(np.float64)
+    for stripe, unit in enumerate(units):
+        read = read_unit(unit.tobytes(), hidden, stripe, intermediate, weight_format, "channel")
+        for (matrix, row, column), value in read.items():
+            assert value == values[codes[matrix][row, column]] * float(scales[matrix][row, 0])
 
 
 @pytest.fixture
@@ -217,6 +251,10 @@ def test_the_numbers_of_the_page(page: str) -> None:
     big, small = ([formats.unit_bytes(hidden, name) for name in FORMATS] for hidden in (7168, 256))
     assert f"With H = 7168 it is {big[0]:,} in fp9 and {big[1]:,} in fp8; " in page
     assert f"with H = 256, {small[0]:,} and {small[1]:,}." in page
+    big, small = ([formats.unit_bytes(hidden, name, "channel") for name in FORMATS] for hidden in (7168, 256))
+    of_channels = f"these are {big[0]:,} and {big[1]:,}; {small[0]:,} and {small[1]:,}."
+    assert f"In the layout channel {of_channels}" in page
+    assert all(f"- **{layout}**: one scale" in page for layout in LAYOUTS)
     assert set(formats.FORMATS) == set(FORMATS)
     listed = re.search(r"\| 0x01 \.\.\. 0x07 .*? \| (.*?) \|", page)
     assert listed is not None
@@ -226,7 +264,9 @@ def test_the_numbers_of_the_page(page: str) -> None:
 
 def test_the_keys_of_the_page_are_the_manifests(page: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "src")
-    keys = set(convert(tmp_path / "src", tmp_path / "dst").to_json())
+    manifest = convert(tmp_path / "src", tmp_path / "dst")
+    keys = set(replace(manifest, scale_layout="channel").to_json())
+    assert keys - set(manifest.to_json()) == {"scale_layout"}
     section = page.split("## The manifest")[1].split("Hashes are")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     assert {key for row in rows for key in re.findall("`(.*?)`", row)} == keys

@@ -73,7 +73,8 @@ class Manifest:
         host_files: Host tensors, by file name.
         expert_layers: Expert files, by layer.
         created_by: The program that wrote it.
-        block_size: Rows and columns that share a scale.
+        scale_layout: Which weights of an expert share a scale: ``"block"``, 128 x 128 of them, or
+            ``"channel"``, a row of a matrix.
         format_version: Version of this file's layout.
         model_hash: SHA-256 over everything above that defines the content.
     """
@@ -93,7 +94,7 @@ class Manifest:
     host_files: Mapping[str, HostFile]
     expert_layers: Mapping[int, ExpertLayer]
     created_by: str
-    block_size: tuple[int, int] = (SCALE_BLOCK, SCALE_BLOCK)
+    scale_layout: str = "block"
     format_version: int = FORMAT_VERSION
     model_hash: str = field(default="")
 
@@ -120,6 +121,7 @@ class Manifest:
                 raise ModelNotFoundError(f"{folder}: got no {MANIFEST_FILE}, expected a converted model")
         value = load_json(path)
         _check_version(path, value)
+        _check_scale_layout(path, value)
         for name, kind, wanted in _KINDS:
             if not isinstance(value.get(name), kind):
                 raise CheckpointError(f"{path}: {name}: got {show_value(value.get(name))}, expected {wanted}")
@@ -128,16 +130,19 @@ class Manifest:
                 got = show_value(value.get(name))
                 raise CheckpointError(f"{path}: {name}: got {got}, expected a SHA-256 in hex")
         try:
+            block_size = value.pop("block_size")
             manifest = cls(
                 folder=folder,
                 host_files={file: HostFile(**entry) for file, entry in value.pop("host_files").items()},
                 expert_layers=dict(starmap(_expert_layer, value.pop("expert_layers").items())),
-                block_size=tuple(value.pop("block_size")),
                 **value,
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path}: malformed manifest ({error})") from error
         problems = list(_problems(manifest))
+        if block_size != manifest.block_size:
+            expected_size = json.dumps(manifest.block_size)
+            problems.append(f"block_size: got {show_value(block_size)}, expected {expected_size}")
         if problems:
             raise CheckpointError(f"{path}: {list_problems(problems)}")
         expected = content_hash(manifest.to_json())
@@ -145,9 +150,16 @@ class Manifest:
             raise WeightHashError(f"{path}: model_hash: got {manifest.model_hash}, expected {expected}")
         return manifest
 
+    @property
+    def block_size(self) -> list[int] | None:
+        """Rows and columns that share a scale; None where rows of a matrix have one each."""
+        return [SCALE_BLOCK, SCALE_BLOCK] if self.scale_layout == "block" else None
+
     def to_json(self) -> dict[str, Any]:
         """The manifest as duck.json holds it."""
-        return {
+        # Without the key where readers older than the layout understand the model.
+        scale_layout = {} if self.scale_layout == "block" else {"scale_layout": self.scale_layout}
+        return scale_layout | {
             "format_version": self.format_version,
             "format": self.format,
             "architecture": self.architecture,
@@ -159,7 +171,7 @@ class Manifest:
             "num_experts_per_tok": self.num_experts_per_tok,
             "num_stripes": self.num_stripes,
             "unit_bytes": self.unit_bytes,
-            "block_size": list(self.block_size),
+            "block_size": self.block_size,
             "config_sha256": self.config_sha256,
             "host_files": {
                 name: {"sha256": entry.sha256, "bytes": entry.bytes}
@@ -259,6 +271,15 @@ def _check_version(path: Path, value: Mapping[str, Any]) -> None:
         )
 
 
+def _check_scale_layout(path: Path, value: Mapping[str, Any]) -> None:
+    """A model with block scales has no such key, so that its hash is that of models without the choice."""
+    name = value.get("scale_layout", "channel")
+    if name != "channel":
+        raise WeightFormatError(
+            f"{path}: scale_layout: got {show_value(name)}, expected 'channel', or no such key"
+        )
+
+
 def _expert_layer(layer: str, entry: dict[str, Any]) -> tuple[int, ExpertLayer]:
     if not (layer.isascii() and layer.isdigit() and len(layer) <= 9 and str(int(layer)) == layer):
         raise ValueError(f"expert_layers: got {show_value(layer)}, expected the number of a layer")
@@ -321,8 +342,7 @@ def _problems(manifest: Manifest) -> list[str]:
             return [f"{name}: got {got}, expected a whole number of at least 1"]
     expected: dict[str, object] = {
         "num_stripes": num_stripes(manifest.moe_intermediate_size),
-        "unit_bytes": unit_bytes(manifest.hidden_size, manifest.format),
-        "block_size": (SCALE_BLOCK, SCALE_BLOCK),
+        "unit_bytes": unit_bytes(manifest.hidden_size, manifest.format, manifest.scale_layout),
     }
     for name, value in expected.items():
         if getattr(manifest, name) != value:

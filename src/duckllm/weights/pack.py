@@ -32,14 +32,14 @@ OnBytes = Callable[[int], object]
 _Item = TypeVar("_Item")
 
 
-def units_shape(layout: ModelLayout, weight_format: str) -> tuple[int, int, int]:
+def units_shape(layout: ModelLayout, weight_format: str, scale_layout: str) -> tuple[int, int, int]:
     """[E, S_total, unit_bytes]."""
-    length = unit_bytes(layout.hidden_size, weight_format)
+    length = unit_bytes(layout.hidden_size, weight_format, scale_layout)
     return layout.num_experts, num_stripes(layout.moe_intermediate_size), length
 
 
-def _expert_header(layout: ModelLayout, layer: int, weight_format: str) -> bytes:
-    tensors = {UNITS: ("U8", units_shape(layout, weight_format))}
+def _expert_header(layout: ModelLayout, layer: int, weight_format: str, scale_layout: str) -> bytes:
+    tensors = {UNITS: ("U8", units_shape(layout, weight_format, scale_layout))}
     return build_header(tensors, {"format": weight_format, "layer": str(layer)}, DATA_ALIGNMENT)
 
 
@@ -48,10 +48,12 @@ def _host_header(tensors: Sequence[TensorInfo]) -> bytes:
     return build_header(entries, {"format": "pt"}, _HOST_ALIGNMENT)
 
 
-def expert_file_bytes(layout: ModelLayout, layer: int, weight_format: str) -> int:
+def expert_file_bytes(
+    layout: ModelLayout, layer: int, weight_format: str, scale_layout: str = "block"
+) -> int:
     """Exact length of a layer's expert file."""
-    experts, stripes, length = units_shape(layout, weight_format)
-    return len(_expert_header(layout, layer, weight_format)) + experts * stripes * length
+    experts, stripes, length = units_shape(layout, weight_format, scale_layout)
+    return len(_expert_header(layout, layer, weight_format, scale_layout)) + experts * stripes * length
 
 
 def host_file_bytes(tensors: Sequence[TensorInfo]) -> int:
@@ -77,10 +79,10 @@ def ahead_of(make: Callable[[int], _Item], count: int) -> Iterator[_Item]:
         pool.shutdown(cancel_futures=True)
 
 
-def pack_units(expert: ExpertWeights, weight_format: str) -> U8:
+def pack_units(expert: ExpertWeights, weight_format: str, scale_layout: str = "block") -> U8:
     """All units of one expert, stripe by stripe, by the native packer.
 
-    Shapes: result: [S_total, unit_bytes(H, weight_format)] u8, contiguous.
+    Shapes: result: [S_total, unit_bytes(H, weight_format, scale_layout)] u8, contiguous.
     Reference: :func:`duckllm.weights.units.pack_expert_units`, byte for byte.
     """
     return _native.pack_expert_units(
@@ -91,6 +93,7 @@ def pack_units(expert: ExpertWeights, weight_format: str) -> U8:
         expert.up_scales,
         expert.down_scales,
         format=weight_format,
+        scale_layout=scale_layout,
     )
 
 
@@ -102,22 +105,33 @@ def write_expert_file(
     layer: int,
     weight_format: str,
     on_bytes: OnBytes,
+    scale_layout: str = "block",
 ) -> tuple[ExpertLayer, QuantisationError | None]:
     """Writes a layer's experts and returns their manifest entry, and how far they were rounded, if they were.
+
+    Args:
+        out: The file.
+        reader: Reads the checkpoint.
+        tensors: The checkpoint's tensors.
+        layout: The model.
+        layer: The layer.
+        weight_format: Format to write, ``"fp9"`` or ``"fp8"``.
+        on_bytes: Called with the bytes of each piece that was written.
+        scale_layout: Layout of the scales that the checkpoint's experts have, ``"block"`` or ``"channel"``.
 
     Raises:
         WeightFormatError: A weight is NaN or infinite.
         CheckpointError: A scale is wrong, or the checkpoint ends early.
     """
-    header = _expert_header(layout, layer, weight_format)
+    header = _expert_header(layout, layer, weight_format, scale_layout)
     out.write(header, hashed=False)
     on_bytes(len(header))
     total: QuantisationError | None = None
-    digests = [hashlib.sha256() for _ in range(units_shape(layout, weight_format)[1])]
+    digests = [hashlib.sha256() for _ in range(num_stripes(layout.moe_intermediate_size))]
 
     def pack(expert: int) -> tuple[U8, QuantisationError | None]:
         weights, error = read_expert(reader, tensors, layout, layer, expert)
-        return pack_units(weights, weight_format), error
+        return pack_units(weights, weight_format, scale_layout), error
 
     for units, error in ahead_of(pack, layout.num_experts):
         out.write(units.data, hashed=False)
@@ -128,7 +142,9 @@ def write_expert_file(
             total += error
         on_bytes(units.nbytes)
     hashes = tuple(digest.hexdigest() for digest in digests)
-    return ExpertLayer(out.path.name, expert_file_bytes(layout, layer, weight_format), hashes), total
+    return ExpertLayer(
+        out.path.name, expert_file_bytes(layout, layer, weight_format, scale_layout), hashes
+    ), total
 
 
 def write_host_file(

@@ -48,7 +48,9 @@ def copy_fits(num_bytes: int) -> bool:
     return num_bytes <= (1 - _FREE_SHARE) * available_memory_bytes()
 
 
-def recode_units(units: U8, hidden_size: int, stored: str, wanted: str, num_threads: int) -> U8:
+def recode_units(
+    units: U8, hidden_size: int, stored: str, wanted: str, num_threads: int, scale_layout: str = "block"
+) -> U8:
     """The units in another format, in private memory, in huge pages where the kernel has them.
 
     Args:
@@ -57,20 +59,30 @@ def recode_units(units: U8, hidden_size: int, stored: str, wanted: str, num_thre
         stored: Format of ``units``.
         wanted: Format of the result.
         num_threads: Threads that share out the experts.
+        scale_layout: Layout of the scales, which stay as they are.
 
-    Shapes: units: [E, S, unit_bytes(H, stored)] u8; result: [E, S, unit_bytes(H, wanted)] u8, contiguous.
+    Shapes: units: [E, S, unit_bytes(H, stored, scale_layout)] u8; result: [E, S, unit_bytes(H, wanted,
+        scale_layout)] u8, contiguous.
 
     Raises:
         WeightFormatError: The units hold what no finite e4m3 value is stored as, or there is no memory.
     Reference: unpacking and packing by :mod:`duckllm.weights.units`, byte for byte.
     """
-    shape = (*units.shape[:2], unit_bytes(hidden_size, wanted))
+    shape = (*units.shape[:2], unit_bytes(hidden_size, wanted, scale_layout))
     out = _private_memory(shape)
     experts = units.shape[0]
     bounds = [experts * index // num_threads for index in range(num_threads + 1)]
     with ThreadPoolExecutor(num_threads, thread_name_prefix="recode") as pool:
         parts = [
-            pool.submit(_native.recode_units, units[first:end], out[first:end], hidden_size, stored, wanted)
+            pool.submit(
+                _native.recode_units,
+                units[first:end],
+                out[first:end],
+                hidden_size,
+                stored,
+                wanted,
+                scale_layout,
+            )
             for first, end in pairwise(bounds)
         ]
         try:

@@ -13,16 +13,24 @@ import numpy.typing as npt
 
 from duckllm.errors import WeightFormatError
 from duckllm.weights.e4m3 import F32, SCALE_BLOCK, U8, ceil_div
-from duckllm.weights.formats import FORMATS, num_stripes, padded_hidden, unit_bytes, unit_scale_bytes
+from duckllm.weights.formats import (
+    FORMATS,
+    num_stripes,
+    padded_hidden,
+    scale_shapes,
+    unit_bytes,
+    unit_scale_bytes,
+)
 from duckllm.weights.records import RECORD_ROWS, STRIPE_CHANNELS
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """One expert's three matrices as e4m3 codes with their block scales.
+    """One expert's three matrices as e4m3 codes with their scales.
 
-    Shapes: gate, up: [I, H] u8; down: [H, I] u8; gate_scales, up_scales: [ceil(I/128), ceil(H/128)] f32;
-        down_scales: [ceil(H/128), ceil(I/128)] f32. All contiguous.
+    Shapes: gate, up: [I, H] u8; down: [H, I] u8. In the layout ``"block"`` gate_scales, up_scales:
+        [ceil(I/128), ceil(H/128)] f32; down_scales: [ceil(H/128), ceil(I/128)] f32. In ``"channel"``
+        gate_scales, up_scales: [I, 1] f32; down_scales: [H, 1] f32. All contiguous.
     """
 
     gate: U8
@@ -33,24 +41,23 @@ class ExpertWeights:
     down_scales: F32
 
 
-def pack_expert_units(expert: ExpertWeights, weight_format: str) -> U8:
-    """All units of one expert in a format, stripe by stripe.
+def pack_expert_units(expert: ExpertWeights, weight_format: str, scale_layout: str = "block") -> U8:
+    """All units of one expert in a format and a layout of its scales, stripe by stripe.
 
-    Shapes: result: [S_total, unit_bytes(H, weight_format)] u8, contiguous.
+    Shapes: result: [S_total, unit_bytes(H, weight_format, scale_layout)] u8, contiguous.
 
     Raises:
-        WeightFormatError: A code is NaN.
+        WeightFormatError: A code is NaN, or the scales are not of the layout.
     Reference: docs/weight-format.md; the native twin is ``duckllm._native.pack_expert_units``, byte for byte.
     """
     encode = FORMATS[weight_format].encode_records
     intermediate, hidden = expert.gate.shape
     stripes, blocks = num_stripes(intermediate), padded_hidden(hidden) // RECORD_ROWS
-    units = np.zeros((stripes, unit_bytes(hidden, weight_format)), np.uint8)
-    by_block = np.concatenate([expert.gate_scales, expert.up_scales, expert.down_scales.T], axis=1)
-    scales = by_block[_block_of_stripe(stripes)].astype("<f4")
+    units = np.zeros((stripes, unit_bytes(hidden, weight_format, scale_layout)), np.uint8)
+    scales = _stripe_scales(expert, scale_layout).astype("<f4")
     units[:, : scales.shape[1] * 4] = scales.view(np.uint8)
 
-    halves, down_records = _record_views(units, hidden, weight_format)
+    halves, down_records = _record_views(units, hidden, weight_format, scale_layout)
     for half, matrix in enumerate((expert.gate, expert.up)):
         padded = np.zeros((stripes * STRIPE_CHANNELS, blocks * RECORD_ROWS), np.uint8)
         padded[:intermediate, :hidden] = matrix
@@ -65,30 +72,25 @@ def pack_expert_units(expert: ExpertWeights, weight_format: str) -> U8:
 
 
 def unpack_expert_units(
-    units: U8, intermediate_size: int, hidden_size: int, weight_format: str
+    units: U8, intermediate_size: int, hidden_size: int, weight_format: str, scale_layout: str = "block"
 ) -> ExpertWeights:
-    """The e4m3 codes and block scales that one expert's units hold, the inverse of :func:`pack_expert_units`.
+    """The e4m3 codes and scales that one expert's units hold, the inverse of :func:`pack_expert_units`.
 
-    Shapes: units: [S_total, unit_bytes(H, weight_format)] u8.
+    Shapes: units: [S_total, unit_bytes(H, weight_format, scale_layout)] u8.
 
     Raises:
-        WeightFormatError: The shape differs, a weight is no finite e4m3 value, or the stripes of one scale
-            block disagree about its scale.
+        WeightFormatError: The shape differs, a weight is no finite e4m3 value, or the stripes that share a
+            scale disagree about it.
     """
     decode = FORMATS[weight_format].decode_records
     stripes, blocks = num_stripes(intermediate_size), padded_hidden(hidden_size) // RECORD_ROWS
-    expected = (stripes, unit_bytes(hidden_size, weight_format))
+    expected = (stripes, unit_bytes(hidden_size, weight_format, scale_layout))
     if units.shape != expected:
         raise WeightFormatError(f"units: got shape {units.shape}, expected {expected}")
-    scale_columns = ceil_div(hidden_size, SCALE_BLOCK)
-    scale_section = np.ascontiguousarray(units[:, : 3 * 4 * scale_columns])
-    scales = scale_section.view("<f4").reshape(stripes, 3, scale_columns)
-    block_of_stripe = _block_of_stripe(stripes)
-    chosen = scales[np.unique(block_of_stripe, return_index=True)[1]].astype(np.float32)
-    if scales.tobytes() != chosen.astype("<f4")[block_of_stripe].tobytes():
-        raise WeightFormatError("units: got several scales in one 128-channel block, expected one")
+    read_scales = _channel_scales if scale_layout == "channel" else _block_scales
+    gate_scales, up_scales, down_scales = read_scales(units, intermediate_size, hidden_size)
 
-    halves, down_records = _record_views(units, hidden_size, weight_format)
+    halves, down_records = _record_views(units, hidden_size, weight_format, scale_layout)
     padded_shape = (2, stripes * STRIPE_CHANNELS, blocks * RECORD_ROWS)
     both = decode(halves).transpose(2, 0, 4, 1, 3).reshape(padded_shape)
     gate, up = both[:, :intermediate_size, :hidden_size]
@@ -98,21 +100,64 @@ def unpack_expert_units(
         gate=np.ascontiguousarray(gate),
         up=np.ascontiguousarray(up),
         down=np.ascontiguousarray(down),
-        gate_scales=np.ascontiguousarray(chosen[:, 0]),
-        up_scales=np.ascontiguousarray(chosen[:, 1]),
-        down_scales=np.ascontiguousarray(chosen[:, 2].T),
+        gate_scales=np.ascontiguousarray(gate_scales),
+        up_scales=np.ascontiguousarray(up_scales),
+        down_scales=np.ascontiguousarray(down_scales),
     )
+
+
+def _stripe_scales(expert: ExpertWeights, scale_layout: str) -> F32:
+    """What the scale sections hold before their padding, one row a stripe."""
+    intermediate, hidden = expert.gate.shape
+    stripes = num_stripes(intermediate)
+    scales = (expert.gate_scales, expert.up_scales, expert.down_scales)
+    gate_up, down = scale_shapes(hidden, intermediate, scale_layout)
+    got = tuple(each.shape for each in scales)
+    if got != (gate_up, gate_up, down):
+        raise WeightFormatError(
+            f"scales of gate, up and down: got shapes {got}, expected {(gate_up, gate_up, down)} "
+            f"in the layout {scale_layout}"
+        )
+    if scale_layout == "block":
+        return np.concatenate([*scales[:2], scales[2].T], axis=1)[_block_of_stripe(stripes)]
+    rows = np.zeros((2, stripes * STRIPE_CHANNELS), np.float32)
+    rows[:, :intermediate] = scales[0][:, 0], scales[1][:, 0]
+    outputs = np.zeros((stripes, padded_hidden(hidden)), np.float32)
+    outputs[:, :hidden] = scales[2][:, 0]
+    gate, up = rows.reshape(2, stripes, STRIPE_CHANNELS)
+    return np.concatenate([gate, up, outputs], axis=1)
+
+
+def _block_scales(units: U8, intermediate_size: int, hidden_size: int) -> tuple[F32, F32, F32]:
+    stripes, columns = units.shape[0], ceil_div(hidden_size, SCALE_BLOCK)
+    section = np.ascontiguousarray(units[:, : 3 * 4 * columns]).view("<f4")
+    scales = section.reshape(stripes, 3, columns).astype(np.float32)
+    block_of_stripe = _block_of_stripe(stripes)
+    chosen = scales[np.unique(block_of_stripe, return_index=True)[1]]
+    if scales.tobytes() != chosen[block_of_stripe].tobytes():
+        raise WeightFormatError("units: got several scales in one 128-channel block, expected one")
+    return chosen[:, 0], chosen[:, 1], chosen[:, 2].T
+
+
+def _channel_scales(units: U8, intermediate_size: int, hidden_size: int) -> tuple[F32, F32, F32]:
+    section = np.ascontiguousarray(units[:, : unit_scale_bytes(hidden_size, "channel")])
+    scales = section.view("<f4").astype(np.float32)
+    gate, up, down = np.split(scales, (STRIPE_CHANNELS, 2 * STRIPE_CHANNELS), axis=1)
+    if len({stripe.tobytes() for stripe in down}) != 1:
+        raise WeightFormatError("units: got several scales of one output of down, expected one")
+    gate_scales, up_scales = (each.reshape(-1, 1)[:intermediate_size] for each in (gate, up))
+    return gate_scales, up_scales, down[0, :hidden_size, None]
 
 
 def _block_of_stripe(stripes: int) -> npt.NDArray[np.int64]:
     return np.arange(stripes) * STRIPE_CHANNELS // SCALE_BLOCK
 
 
-def _record_views(units: U8, hidden_size: int, weight_format: str) -> tuple[U8, U8]:
+def _record_views(units: U8, hidden_size: int, weight_format: str, scale_layout: str) -> tuple[U8, U8]:
     """Views of the records: gate and up ``[S, H'/32, 2, bytes]``, down ``[S, H'/32, bytes]``."""
     stripes, blocks = units.shape[0], padded_hidden(hidden_size) // RECORD_ROWS
     record_bytes = FORMATS[weight_format].record_bytes
-    start = unit_scale_bytes(hidden_size)
+    start = unit_scale_bytes(hidden_size, scale_layout)
     middle = start + 2 * blocks * record_bytes
     halves = units[:, start:middle].reshape(stripes, blocks, 2, record_bytes)
     return halves, units[:, middle:].reshape(stripes, blocks, record_bytes)

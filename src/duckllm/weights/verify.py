@@ -83,6 +83,7 @@ def _compare_expert(
         layout.moe_intermediate_size,
         layout.hidden_size,
         manifest.format,
+        manifest.scale_layout,
     )
     expected, _ = read_expert(reader, checkpoint.tensors, layout, layer, expert)
     for item in fields(expected):
