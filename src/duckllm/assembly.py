@@ -115,7 +115,7 @@ def build_engine(
     else:
         experts, info = _experts_on_workers(stack, model, cluster, config)
     engine = Engine(
-        load_model(model.path, parsed, tensors, experts, max_tokens=length),
+        load_model(parsed, tensors, experts, max_tokens=length),
         max_model_len=length,
         max_step_tokens=config.max_step_tokens,
         eos_token_ids=frozenset(eos_token_ids),

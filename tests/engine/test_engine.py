@@ -11,7 +11,7 @@ import torch
 from duckllm.engine import kv_cache
 from duckllm.engine.engine import Engine
 from duckllm.errors import ConfigError, PromptTooLongError, RequestError
-from duckllm.models.deepseek_v32 import DeepseekV32ForCausalLM
+from duckllm.models.causal_lm import CausalLM
 from duckllm.models.registry import load_config, load_model
 from duckllm.sampling_params import SamplingParams
 from support.checkpoints import write_random_checkpoint
@@ -56,26 +56,22 @@ def experts(folder: Path) -> FailingExperts:
 
 
 @pytest.fixture
-def model(folder: Path, experts: FailingExperts) -> DeepseekV32ForCausalLM:
-    return load_model(
-        folder, load_config(folder), DictTensors(read_checkpoint(folder)), experts, max_tokens=64
-    )
+def model(folder: Path, experts: FailingExperts) -> CausalLM:
+    return load_model(load_config(folder), DictTensors(read_checkpoint(folder)), experts, max_tokens=64)
 
 
-def make_engine(model: DeepseekV32ForCausalLM, step: int = 256, eos: frozenset[int] = frozenset()) -> Engine:
+def make_engine(model: CausalLM, step: int = 256, eos: frozenset[int] = frozenset()) -> Engine:
     return Engine(model, max_model_len=CONTEXT, max_step_tokens=step, eos_token_ids=eos)
 
 
-def test_every_chunking_of_the_prompt_gives_the_same_tokens(model: DeepseekV32ForCausalLM) -> None:
+def test_every_chunking_of_the_prompt_gives_the_same_tokens(model: CausalLM) -> None:
     expected = greedy(make_engine(model), PROMPT, 20)
     assert len(set(expected)) > 5
     for step in (1, 3, len(PROMPT)):
         assert greedy(make_engine(model, step), PROMPT, 20) == expected
 
 
-def test_a_step_computes_no_more_than_its_limit(
-    model: DeepseekV32ForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_computes_no_more_than_its_limit(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda ids, *a: sizes.append(len(ids)) or forward(ids, *a))
@@ -83,7 +79,7 @@ def test_a_step_computes_no_more_than_its_limit(
     assert sizes == [3, 3, 1, 1, 1, 1]
 
 
-def test_an_end_token_ends_the_reply_and_is_part_of_it(model: DeepseekV32ForCausalLM) -> None:
+def test_an_end_token_ends_the_reply_and_is_part_of_it(model: CausalLM) -> None:
     tokens = greedy(make_engine(model), PROMPT, 20)
     end = tokens[7]
     first = tokens.index(end)
@@ -94,21 +90,21 @@ def test_an_end_token_ends_the_reply_and_is_part_of_it(model: DeepseekV32ForCaus
     assert greedy(engine, PROMPT, 20, ignore_eos=True) == tokens
 
 
-def test_max_tokens_ends_the_reply(model: DeepseekV32ForCausalLM) -> None:
+def test_max_tokens_ends_the_reply(model: CausalLM) -> None:
     engine = make_engine(model)
     request = engine.new_request(PROMPT, SamplingParams(temperature=0, max_tokens=1))
     assert len(list(engine.run(request))) == 1
     assert request.finish_reason == "length"
 
 
-def test_the_end_of_the_context_ends_the_reply(model: DeepseekV32ForCausalLM) -> None:
+def test_the_end_of_the_context_ends_the_reply(model: CausalLM) -> None:
     engine = make_engine(model)
     request = engine.new_request(PROMPT, SamplingParams(temperature=0))
     assert len(list(engine.run(request))) == CONTEXT - len(PROMPT)
     assert request.finish_reason == "length"
 
 
-def test_a_prompt_may_fill_the_context_but_for_one_token(model: DeepseekV32ForCausalLM) -> None:
+def test_a_prompt_may_fill_the_context_but_for_one_token(model: CausalLM) -> None:
     engine = make_engine(model)
     request = engine.new_request([3] * (CONTEXT - 1), SamplingParams(temperature=0))
     assert len(list(engine.run(request))) == 1
@@ -124,13 +120,13 @@ def test_a_prompt_may_fill_the_context_but_for_one_token(model: DeepseekV32ForCa
         ([-1], "prompt: got token -1, expected 0 to 319"),
     ],
 )
-def test_a_bad_prompt_is_an_error(model: DeepseekV32ForCausalLM, prompt: list[int], message: str) -> None:
+def test_a_bad_prompt_is_an_error(model: CausalLM, prompt: list[int], message: str) -> None:
     with pytest.raises(RequestError) as caught:
         make_engine(model).new_request(prompt, SamplingParams())
     assert str(caught.value) == message
 
 
-def test_requests_that_take_turns_do_not_disturb_each_other(model: DeepseekV32ForCausalLM) -> None:
+def test_requests_that_take_turns_do_not_disturb_each_other(model: CausalLM) -> None:
     engine = make_engine(model, 3)
     params = SamplingParams(temperature=0, max_tokens=12)
     prompts = [PROMPT, [40, 2, 2, 90, 300], [7] * 15]
@@ -146,7 +142,7 @@ def test_requests_that_take_turns_do_not_disturb_each_other(model: DeepseekV32Fo
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("worker lost")])
 @pytest.mark.parametrize("fail_at", [1, 2, 9])
 def test_an_interrupted_request_goes_on_with_the_same_tokens(
-    model: DeepseekV32ForCausalLM,
+    model: CausalLM,
     experts: FailingExperts,
     fail_at: int,
     error: BaseException,
@@ -166,7 +162,7 @@ def test_an_interrupted_request_goes_on_with_the_same_tokens(
 
 
 def test_an_interruption_between_model_and_sampler_is_made_good(
-    model: DeepseekV32ForCausalLM, monkeypatch: pytest.MonkeyPatch
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(model)
     expected = greedy(engine, PROMPT, 6)
@@ -178,7 +174,7 @@ def test_an_interruption_between_model_and_sampler_is_made_good(
     assert list(engine.run(request)) == expected
 
 
-def test_a_seeded_reply_repeats_and_another_seed_differs(model: DeepseekV32ForCausalLM) -> None:
+def test_a_seeded_reply_repeats_and_another_seed_differs(model: CausalLM) -> None:
     engine = make_engine(model)
 
     def reply(seed: int) -> list[int]:
@@ -188,7 +184,7 @@ def test_a_seeded_reply_repeats_and_another_seed_differs(model: DeepseekV32ForCa
     assert reply(1) != reply(2)
 
 
-def test_metrics_count_and_time(model: DeepseekV32ForCausalLM) -> None:
+def test_metrics_count_and_time(model: CausalLM) -> None:
     engine = make_engine(model)
     request = engine.new_request(PROMPT, SamplingParams(temperature=0, max_tokens=3))
     assert request.metrics().time_to_first_token_s is None
@@ -206,7 +202,7 @@ def test_metrics_count_and_time(model: DeepseekV32ForCausalLM) -> None:
     assert rate > 0
 
 
-def test_request_ids_are_unique(model: DeepseekV32ForCausalLM) -> None:
+def test_request_ids_are_unique(model: CausalLM) -> None:
     engine = make_engine(model)
     ids = [engine.new_request(PROMPT, SamplingParams()).request_id for _ in range(3)]
     assert len(set(ids)) == 3
@@ -222,7 +218,7 @@ def test_sampling_params_are_checked_where_they_are_made() -> None:
 
 
 def test_a_context_must_fit_the_model_and_the_memory(
-    model: DeepseekV32ForCausalLM, monkeypatch: pytest.MonkeyPatch
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = model.config
     token_bytes, longest = config.cache_elements_per_token * 4, config.max_position_embeddings

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from duckllm.errors import CheckpointError, UnsupportedModelError
-from duckllm.models.deepseek_v32 import DeepseekV32Config
+from duckllm.models import deepseek_v32
 from duckllm.models.registry import load_config
 from support.checkpoints import BASE_CONFIG
 
@@ -23,19 +23,19 @@ def load(folder: Path, **overrides: Any) -> Any:
 def test_reads_what_the_file_says(tmp_path: Path) -> None:
     config = load(tmp_path)
     assert config.is_moe_layer == (False, True, True, True)
-    assert config.attention.scaling == pytest.approx(48**-0.5)
-    assert config.attention.index_topk == 256
-    assert config.rope_attention_scaling == 1.0
+    assert config.attention[0].scaling == pytest.approx(48**-0.5)
+    assert config.attention[0].indexer.topk == 256
+    assert config.rotary.attention_scaling == 1.0
     assert config.cache_elements_per_token == 4 * (32 + 16 + 32)
 
 
 def test_yarn_scales_the_products_and_the_rotations(tmp_path: Path) -> None:
     yarn = {"type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.0}
     config = load(tmp_path, rope_scaling=yarn | {"original_max_position_embeddings": 128})
-    assert config.attention.scaling == pytest.approx(48**-0.5 * (0.1 * 1.3862944 + 1) ** 2)
-    assert config.rope_attention_scaling == pytest.approx((0.07 * 1.3862944 + 1) / (0.1 * 1.3862944 + 1))
-    assert config.inv_freq[0] == 1.0
-    assert config.inv_freq[-1] < 10000.0 ** (-14 / 16)
+    assert config.attention[0].scaling == pytest.approx(48**-0.5 * (0.1 * 1.3862944 + 1) ** 2)
+    assert config.rotary.attention_scaling == pytest.approx((0.07 * 1.3862944 + 1) / (0.1 * 1.3862944 + 1))
+    assert config.rotary.inv_freq[0] == 1.0
+    assert config.rotary.inv_freq[-1] < 10000.0 ** (-14 / 16)
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_a_feature_that_is_not_implemented_is_refused_by_name(
 def test_sparse_layers_are_known_by_the_name_of_every_transformers(name: str) -> None:
     parsed = transformers.DeepseekV32Config(**BASE_CONFIG)
     parsed.layer_types = [name] * parsed.num_hidden_layers
-    assert DeepseekV32Config.from_parsed(parsed).attention.index_topk == 256
+    assert deepseek_v32.parse(parsed).attention[0].indexer.topk == 256
     parsed.layer_types[1] = "full_attention"
     with pytest.raises(
         UnsupportedModelError, match=r"layer_types: got \['full_attention'\], expected indexed"
     ):
-        DeepseekV32Config.from_parsed(parsed)
+        deepseek_v32.parse(parsed)
 
 
 def test_an_unknown_rope_type_is_refused_by_name(tmp_path: Path) -> None:

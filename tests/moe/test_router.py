@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from duckllm.moe.router import GroupLimitedRouter
+from duckllm.moe.router import GroupLimitedRouter, SigmoidRouting
 
 HIDDEN, EXPERTS = 24, 16
 
@@ -15,11 +15,9 @@ def make_router(num_groups: int = 4, topk_group: int = 2, normalize: bool = True
     return GroupLimitedRouter(
         torch.randn(EXPERTS, HIDDEN, generator=generator),
         0.4 * torch.randn(EXPERTS, generator=generator),
-        num_groups=num_groups,
-        topk_group=topk_group,
-        top_k=3,
-        normalize=normalize,
-        scaling_factor=2.5,
+        SigmoidRouting(
+            num_groups=num_groups, topk_group=topk_group, top_k=3, normalize=normalize, scaling_factor=2.5
+        ),
     )
 
 
@@ -29,21 +27,23 @@ def route_one(router: GroupLimitedRouter, x: list[float]) -> list[tuple[int, flo
     for weights, bias in zip(router.weight.tolist(), router.correction_bias.tolist(), strict=True):
         scores.append(1 / (1 + math.exp(-sum(a * b for a, b in zip(weights, x, strict=True)))))
         choice.append(scores[-1] + bias)
-    size = len(choice) // router.num_groups
-    members = [list(range(g * size, (g + 1) * size)) for g in range(router.num_groups)]
+    size = len(choice) // router.routing.num_groups
+    members = [list(range(g * size, (g + 1) * size)) for g in range(router.routing.num_groups)]
     group_score = [sum(sorted(choice[e] for e in group)[-2:]) for group in members]
-    groups = sorted(range(router.num_groups), key=lambda g: (-group_score[g], g))[: router.topk_group]
+    groups = sorted(range(router.routing.num_groups), key=lambda g: (-group_score[g], g))[
+        : router.routing.topk_group
+    ]
     candidates = sorted((e for g in groups for e in members[g]), key=lambda e: (-choice[e], e))
-    chosen = candidates[: router.top_k]
-    total = sum(scores[e] for e in chosen) if router.normalize else 1.0
-    return [(e, scores[e] / total * router.scaling_factor) for e in chosen]
+    chosen = candidates[: router.routing.top_k]
+    total = sum(scores[e] for e in chosen) if router.routing.normalize else 1.0
+    return [(e, scores[e] / total * router.routing.scaling_factor) for e in chosen]
 
 
 @pytest.mark.parametrize(("num_groups", "topk_group"), [(1, 1), (4, 1), (4, 2), (4, 4), (8, 3)])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_routes_as_the_scalar_twin(num_groups: int, topk_group: int, normalize: bool) -> None:
     router = make_router(num_groups, topk_group, normalize)
-    if topk_group * (EXPERTS // num_groups) < router.top_k:
+    if topk_group * (EXPERTS // num_groups) < router.routing.top_k:
         pytest.skip("fewer candidates than experts of a token")
     x = torch.randn(50, HIDDEN, generator=torch.Generator().manual_seed(4))
     ids, weights = router(x)

@@ -12,14 +12,14 @@ from duckllm.engine.engine import Engine
 from duckllm.layers import indexer, mla
 from duckllm.layers.rope import rotate_half_split, rotate_interleaved
 from duckllm.models import deepseek_v32
-from duckllm.models.deepseek_v32 import DeepseekV32ForCausalLM, MoEBlock
+from duckllm.models.causal_lm import CausalLM, MoEBlock
 from duckllm.moe.router import GroupLimitedRouter
 from parity.conftest import Case
 from support.models import TOLERANCE, all_logits, build_model, difference, greedy
 from support.reference import reference_logits
 
 
-def assert_parity(model: DeepseekV32ForCausalLM, case: Case, step_tokens: int) -> None:
+def assert_parity(model: CausalLM, case: Case, step_tokens: int) -> None:
     got = difference(all_logits(model, case.token_ids, step_tokens), case.logits)
     print(f"f32, {case.name}, {step_tokens} tokens a step: largest {got:.3g}")  # pytest -s shows it
     assert got <= TOLERANCE, f"{case.name}: logits differ by {got}"
@@ -58,58 +58,59 @@ def test_the_sparse_path_decides(make_case: Callable[[str], Case]) -> None:
     case = make_case("sparse")
     model = build_model(case.folder)
     for layer in model.layers:
-        layer.attention.shape = replace(layer.attention.shape, index_topk=1000)
+        shape = layer.attention.shape
+        layer.attention.shape = replace(shape, indexer=replace(shape.indexer, topk=1000))
     logits = all_logits(model, case.token_ids, 96)
     assert difference(logits[:8], case.logits[:8]) <= TOLERANCE
     assert (logits[8:] - case.logits[8:]).abs().amax(dim=-1).median() > 0.1
 
 
-def routers(model: DeepseekV32ForCausalLM) -> list[GroupLimitedRouter]:
+def routers(model: CausalLM) -> list[GroupLimitedRouter]:
     return [layer.mlp.router for layer in model.layers if isinstance(layer.mlp, MoEBlock)]
 
 
-def interleaved_indexer_rope(case: Case, patch: pytest.MonkeyPatch) -> DeepseekV32ForCausalLM:
+def interleaved_indexer_rope(case: Case, patch: pytest.MonkeyPatch) -> CausalLM:
     patch.setattr(indexer, "rotate_half_split", rotate_interleaved)
     return build_model(case.folder)
 
 
-def half_split_attention_rope(case: Case, patch: pytest.MonkeyPatch) -> DeepseekV32ForCausalLM:
+def half_split_attention_rope(case: Case, patch: pytest.MonkeyPatch) -> CausalLM:
     patch.setattr(mla, "rotate_interleaved", rotate_half_split)
     return build_model(case.folder)
 
 
-def mscale_dropped(case: Case, patch: pytest.MonkeyPatch) -> DeepseekV32ForCausalLM:
+def mscale_dropped(case: Case, patch: pytest.MonkeyPatch) -> CausalLM:
     patch.setattr(deepseek_v32, "_yarn_mscale", lambda factor, mscale_all_dim: 1.0)
     return build_model(case.folder)
 
 
-def scaling_factor_missing(case: Case, patch: pytest.MonkeyPatch) -> DeepseekV32ForCausalLM:
+def scaling_factor_missing(case: Case, patch: pytest.MonkeyPatch) -> CausalLM:
     model = build_model(case.folder)
     for router in routers(model):
-        router.scaling_factor = 1.0
+        router.routing = replace(router.routing, scaling_factor=1.0)
     return model
 
 
-def correction_bias_in_the_weights(case: Case, patch: pytest.MonkeyPatch) -> DeepseekV32ForCausalLM:
+def correction_bias_in_the_weights(case: Case, patch: pytest.MonkeyPatch) -> CausalLM:
     original = GroupLimitedRouter.__call__
 
     def biased(self: GroupLimitedRouter, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ids, _ = original(self, x)
         weights = (torch.sigmoid(x @ self.weight.T) + self.correction_bias).gather(1, ids.long())
-        return ids, weights / weights.sum(-1, keepdim=True) * self.scaling_factor
+        return ids, weights / weights.sum(-1, keepdim=True) * self.routing.scaling_factor
 
     patch.setattr(GroupLimitedRouter, "__call__", biased)
     return build_model(case.folder)
 
 
-def groups_not_limited(case: Case, patch: pytest.MonkeyPatch) -> DeepseekV32ForCausalLM:
+def groups_not_limited(case: Case, patch: pytest.MonkeyPatch) -> CausalLM:
     model = build_model(case.folder)
     for router in routers(model):
-        router.topk_group = router.num_groups
+        router.routing = replace(router.routing, topk_group=router.routing.num_groups)
     return model
 
 
-def shared_expert_missing(case: Case, patch: pytest.MonkeyPatch) -> DeepseekV32ForCausalLM:
+def shared_expert_missing(case: Case, patch: pytest.MonkeyPatch) -> CausalLM:
     model = build_model(case.folder)
     for layer in model.layers:
         if isinstance(layer.mlp, MoEBlock):
@@ -131,7 +132,7 @@ def shared_expert_missing(case: Case, patch: pytest.MonkeyPatch) -> DeepseekV32F
 )
 def test_a_wrong_variant_is_rejected(
     name: str,
-    wrong_variant: Callable[[Case, pytest.MonkeyPatch], DeepseekV32ForCausalLM],
+    wrong_variant: Callable[[Case, pytest.MonkeyPatch], CausalLM],
     make_case: Callable[[str], Case],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 from duckllm.cluster import open_cluster
 from duckllm.config import ClusterConfig
 from duckllm.engine.engine import Engine
-from duckllm.models.deepseek_v32 import DeepseekV32ForCausalLM
+from duckllm.models.causal_lm import CausalLM
 from duckllm.models.registry import load_config, load_model
 from duckllm.moe.dispatch import RemoteExperts
 from duckllm.moe.executor import ExpertExecutor
@@ -25,20 +25,19 @@ from duckllm.weights.manifest import Manifest
 TOLERANCE = 2e-3
 
 
-def build_model(
-    folder: Path, experts: ExpertExecutor | None = None, max_tokens: int = 512
-) -> DeepseekV32ForCausalLM:
+def build_model(folder: Path, experts: ExpertExecutor | None = None, max_tokens: int = 512) -> CausalLM:
     """The host model of a converted folder; experts run in this process unless given."""
     experts = experts or LocalExperts(Manifest.load(folder), max_step_tokens=max_tokens)
-    return load_model(folder, load_config(folder), HostTensors(folder), experts, max_tokens=max_tokens)
+    return load_model(load_config(folder), HostTensors(folder), experts, max_tokens=max_tokens)
 
 
-def all_logits(model: DeepseekV32ForCausalLM, token_ids: list[int], step_tokens: int) -> torch.Tensor:
+def all_logits(model: CausalLM, token_ids: list[int], step_tokens: int) -> torch.Tensor:
     """Logits at every position, computed ``step_tokens`` at a time through the KV cache."""
     cache = model.new_kv_cache(len(token_ids))
     # Whatever is read before it is written shows.
-    cache.latents.fill_(torch.nan)
-    cache.index_keys.fill_(torch.nan)
+    for layer in cache:
+        for tensor in layer:
+            tensor.fill_(torch.nan)
     tokens = torch.tensor(token_ids)
     return torch.cat(
         [

@@ -12,7 +12,7 @@ import torch
 
 from duckllm.engine.kv_cache import KvCache
 from duckllm.engine.request import Request
-from duckllm.models.deepseek_v32 import DeepseekV32ForCausalLM
+from duckllm.models.causal_lm import CausalLM
 from duckllm.sampling_params import SamplingParams
 
 
@@ -28,7 +28,7 @@ class Engine:
 
     def __init__(
         self,
-        model: DeepseekV32ForCausalLM,
+        model: CausalLM,
         *,
         max_model_len: int,
         max_step_tokens: int,

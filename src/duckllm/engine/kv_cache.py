@@ -9,12 +9,13 @@ import os
 
 from duckllm.engine.request import Request
 from duckllm.errors import ConfigError
-from duckllm.models.deepseek_v32 import DeepseekV32Config, DeepseekV32ForCausalLM
+from duckllm.models.causal_lm import CausalLM
+from duckllm.models.config import ModelConfig
 
 DEFAULT_BUDGET_BYTES = 2 << 30
 
 
-def resolve_max_model_len(asked: int | None, config: DeepseekV32Config, element_bytes: int = 4) -> int:
+def resolve_max_model_len(asked: int | None, config: ModelConfig, element_bytes: int = 4) -> int:
     """``asked`` once it is known to be possible; for None the longest, or what 2 GiB of KV cache hold.
 
     Raises:
@@ -50,7 +51,7 @@ class KvCache:
         max_tokens: Most tokens.
     """
 
-    def __init__(self, model: DeepseekV32ForCausalLM, max_tokens: int) -> None:
+    def __init__(self, model: CausalLM, max_tokens: int) -> None:
         self.tensors = model.new_kv_cache(max_tokens)
         self.max_tokens = max_tokens
         self._owner: Request | None = None

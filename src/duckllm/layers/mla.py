@@ -16,6 +16,7 @@ from duckllm.layers.indexer import Indexer, select_topk
 from duckllm.layers.linear import Linear, load_weight
 from duckllm.layers.norm import RMSNorm
 from duckllm.layers.rope import rotate_interleaved
+from duckllm.layers.step import LayerCache, StepContext
 
 if TYPE_CHECKING:
     from duckllm.layers.runtime import LinearRuntime
@@ -27,30 +28,12 @@ SCORE_BLOCK_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
-class LatentCache:
-    """What attention keeps of the tokens it has seen, allocated once.
+class IndexerShape:
+    """Sizes of the indexer of DeepSeek sparse attention."""
 
-    Shapes:
-        latents: [L, max_tokens, kv_lora_rank + rope]; index_keys: [L, max_tokens, index_head_dim]
-    """
-
-    latents: torch.Tensor
-    index_keys: torch.Tensor
-
-    @classmethod
-    def allocate(
-        cls, num_layers: int, max_tokens: int, latent_dim: int, index_dim: int, dtype: torch.dtype
-    ) -> LatentCache:
-        """An empty cache; memory is taken by the system only as it is written."""
-        return cls(
-            torch.empty(num_layers, max_tokens, latent_dim, dtype=dtype),
-            torch.empty(num_layers, max_tokens, index_dim, dtype=dtype),
-        )
-
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens that the cache holds."""
-        return self.latents.shape[1]
+    num_heads: int
+    head_dim: int
+    topk: int
 
 
 @dataclass(frozen=True)
@@ -66,9 +49,17 @@ class MLAShape:
     v_head_dim: int
     scaling: float
     attention_bias: bool
-    index_num_heads: int
-    index_head_dim: int
-    index_topk: int
+    indexer: IndexerShape
+
+    @property
+    def cache_widths(self) -> tuple[int, ...]:
+        """Numbers a token in each tensor of the layer's cache: latents and rotated key, index keys."""
+        return (self.kv_lora_rank + self.qk_rope_head_dim, self.indexer.head_dim)
+
+    @property
+    def max_in_features(self) -> int:
+        """Width of the widest input of the layer's matrices, the hidden state aside."""
+        return max(self.q_lora_rank, self.num_heads * self.v_head_dim)
 
 
 class MLAttention:
@@ -132,30 +123,23 @@ class MLAttention:
             f"{prefix}.indexer",
             hidden_size=s.hidden_size,
             q_lora_rank=s.q_lora_rank,
-            num_heads=s.index_num_heads,
-            head_dim=s.index_head_dim,
+            num_heads=s.indexer.num_heads,
+            head_dim=s.indexer.head_dim,
             rope_dim=s.qk_rope_head_dim,
-            topk=s.index_topk,
+            topk=s.indexer.topk,
             dtype=dtype,
             runtime=runtime,
         )
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        latents: torch.Tensor,
-        index_keys: torch.Tensor,
-        start: int,
-    ) -> torch.Tensor:
-        """Attention's output for the tokens at positions [start, start + T), which are added to the cache.
+    def __call__(self, x: torch.Tensor, step: StepContext, cache: LayerCache) -> torch.Tensor:
+        """Attention's output for the step's tokens, which are added to the cache.
 
         Shapes:
-            x: [T, H]; cos, sin: [T, rope / 2]; latents, index_keys: this layer's part of the cache;
-            result: [T, H]
+            x, result: [T, H]; cache: latents [max_tokens, kv_lora + rope] and index keys
+            [max_tokens, index_head_dim]
         """
-        s = self.shape
+        s, start, cos, sin = self.shape, step.start, step.cos, step.sin
+        latents, index_keys = cache
         num_tokens = x.shape[0]
         end = start + num_tokens
 
@@ -172,13 +156,13 @@ class MLAttention:
         q = torch.cat((absorbed, rotated), dim=-1)  # [T, heads, kv_lora + rope]
 
         # Rows of a long prompt are taken in blocks, so that the scores in memory are bounded.
-        block = max(1, SCORE_BLOCK_ELEMENTS // (max(s.num_heads, s.index_num_heads) * end))
+        block = max(1, SCORE_BLOCK_ELEMENTS // (max(s.num_heads, s.indexer.num_heads) * end))
         attended = []
         for first in range(0, num_tokens, block):
             rows = slice(first, min(first + block, num_tokens))
             visible = start + rows.stop
             index_scores = None
-            if visible > s.index_topk:
+            if visible > s.indexer.topk:
                 index_scores = self.indexer.scores(
                     x[rows], q_latent[rows], cos[rows], sin[rows], index_keys[:visible]
                 )
@@ -203,9 +187,9 @@ class MLAttention:
             positions = torch.arange(num_visible - num_tokens, num_visible)[:, None]
             mask = torch.arange(num_visible) <= positions
             if index_scores is not None:
-                mask &= select_topk(index_scores.masked_fill(~mask, -torch.inf), self.shape.index_topk)
+                mask &= select_topk(index_scores.masked_fill(~mask, -torch.inf), self.shape.indexer.topk)
         elif index_scores is not None:
-            selected = select_topk(index_scores, self.shape.index_topk)[0].nonzero()[:, 0]
+            selected = select_topk(index_scores, self.shape.indexer.topk)[0].nonzero()[:, 0]
             latents = latents.index_select(0, selected)
         scores = (q.reshape(-1, dim) @ latents.T).view(num_tokens, num_heads, -1)
         if mask is not None:

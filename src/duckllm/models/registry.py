@@ -9,26 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from duckllm.errors import CheckpointError, UnsupportedModelError
-from duckllm.weights.architectures import ModelLayout, layout_of
+from duckllm.weights.architectures import layout_of
 from duckllm.weights.checkpoint import load_json
+from duckllm.weights.layout import ModelLayout
 from duckllm.weights.manifest import MANIFEST_FILE, Manifest
 from duckllm.weights.resolve import resolve_model
 
 if TYPE_CHECKING:
-    from duckllm.models.deepseek_v32 import DeepseekV32Config, DeepseekV32ForCausalLM
+    from duckllm.models.causal_lm import CausalLM
+    from duckllm.models.config import ModelConfig
     from duckllm.moe.executor import ExpertExecutor
     from duckllm.weights.host_tensors import HostTensors
 
-# The module, its configuration and its model.
+# The module of each: PARSER names the class of transformers that reads config.json, parse() goes on from it.
 ARCHITECTURES = {
-    "DeepseekV32ForCausalLM": (
-        "duckllm.models.deepseek_v32",
-        "DeepseekV32Config",
-        "DeepseekV32ForCausalLM",
-    )
+    "DeepseekV32ForCausalLM": "duckllm.models.deepseek_v32",
 }
 
 
@@ -86,29 +84,21 @@ def architecture_of(folder: Path) -> str:
     )
 
 
-def load_config(folder: Path) -> DeepseekV32Config:
+def load_config(folder: Path) -> ModelConfig:
     """The checked configuration of a model folder; raises as :func:`architecture_of` and the family do."""
-    module, config, _ = ARCHITECTURES[architecture_of(folder)]
-    loaded: DeepseekV32Config = _named(module, config).load(folder)
-    return loaded
+    family = import_module(ARCHITECTURES[architecture_of(folder)])
+    from duckllm.models.config import read_config
+
+    return read_config(folder, family.PARSER, family.parse)
 
 
 def load_model(
-    folder: Path,
-    config: DeepseekV32Config,
-    tensors: HostTensors,
-    experts: ExpertExecutor,
-    *,
-    max_tokens: int,
-) -> DeepseekV32ForCausalLM:
-    """The host's part of the model in ``folder``, with its tensors loaded."""
-    module, _, model = ARCHITECTURES[architecture_of(folder)]
-    loaded: DeepseekV32ForCausalLM = _named(module, model)(config, tensors, experts, max_tokens=max_tokens)
-    return loaded
+    config: ModelConfig, tensors: HostTensors, experts: ExpertExecutor, *, max_tokens: int
+) -> CausalLM:
+    """The host's part of a model, with its tensors loaded."""
+    from duckllm.models.causal_lm import CausalLM
 
-
-def _named(module: str, name: str) -> Any:
-    return getattr(import_module(module), name)
+    return CausalLM(config, tensors, experts, max_tokens=max_tokens)
 
 
 def _check_manifest(manifest: Manifest, layout: ModelLayout) -> None:

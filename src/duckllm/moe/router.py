@@ -5,43 +5,48 @@ Called by the models. The correction bias takes part in the choice and never in 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
 
-class GroupLimitedRouter:
-    """Top-k experts of the best groups.
+@dataclass(frozen=True)
+class SigmoidRouting:
+    """Top-k experts of the best groups, by sigmoid scores.
 
     A group's score is the sum of its two best experts' scores; experts of the ``topk_group`` best groups
-    compete. Among equal scores the lowest number wins, so that a run repeats exactly.
+    compete.
 
     Args:
-        weight: The gate's matrix.
-        correction_bias: Added to the scores for the choice alone.
         num_groups: Groups that the experts are divided into, evenly.
         topk_group: Groups that a token may use.
         top_k: Experts of a token.
         normalize: Whether the chosen scores are divided by their sum.
         scaling_factor: Factor on the weights.
+    """
+
+    num_groups: int
+    topk_group: int
+    top_k: int
+    normalize: bool
+    scaling_factor: float
+
+
+class GroupLimitedRouter:
+    """Chooses as :class:`SigmoidRouting` says; among equal scores the lowest number wins.
+
+    Args:
+        weight: The gate's matrix.
+        correction_bias: Added to the scores for the choice alone.
+        routing: How many, and of which groups.
 
     Shapes:
         weight: [E, H] f32; correction_bias: [E] f32
     """
 
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        correction_bias: torch.Tensor,
-        *,
-        num_groups: int,
-        topk_group: int,
-        top_k: int,
-        normalize: bool,
-        scaling_factor: float,
-    ) -> None:
-        self.weight, self.correction_bias = weight, correction_bias
-        self.num_groups, self.topk_group, self.top_k = num_groups, topk_group, top_k
-        self.normalize, self.scaling_factor = normalize, scaling_factor
+    def __init__(self, weight: torch.Tensor, correction_bias: torch.Tensor, routing: SigmoidRouting) -> None:
+        self.weight, self.correction_bias, self.routing = weight, correction_bias, routing
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each token, best first, and their weights.
@@ -54,20 +59,20 @@ class GroupLimitedRouter:
         """
         scores = F.linear(x.float(), self.weight).sigmoid_()
         choice = scores + self.correction_bias
-        if self.topk_group < self.num_groups:
+        if self.routing.topk_group < self.routing.num_groups:
             choice = self._limit_groups(choice)
-        topk_ids = _stable_topk(choice, self.top_k)
+        topk_ids = _stable_topk(choice, self.routing.top_k)
         topk_weights = scores.gather(1, topk_ids)
-        if self.normalize:
+        if self.routing.normalize:
             topk_weights /= topk_weights.sum(dim=-1, keepdim=True) + 1e-20
-        topk_weights *= self.scaling_factor
+        topk_weights *= self.routing.scaling_factor
         return topk_ids.to(torch.int32), topk_weights
 
     def _limit_groups(self, choice: torch.Tensor) -> torch.Tensor:
-        grouped = choice.view(choice.shape[0], self.num_groups, -1)
+        grouped = choice.view(choice.shape[0], self.routing.num_groups, -1)
         group_scores = grouped.topk(2, dim=-1).values.sum(dim=-1)
         penalty = torch.full_like(group_scores, -torch.inf)
-        penalty.scatter_(1, _stable_topk(group_scores, self.topk_group), 0.0)
+        penalty.scatter_(1, _stable_topk(group_scores, self.routing.topk_group), 0.0)
         return (grouped + penalty[..., None]).view_as(choice)
 
 

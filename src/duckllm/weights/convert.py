@@ -20,7 +20,7 @@ from typing import Any
 
 import duckllm
 from duckllm.errors import CheckpointError, ConfigError, DiskSpaceError
-from duckllm.weights.architectures import PROJECTIONS, ModelLayout, layout_of
+from duckllm.weights.architectures import layout_of
 from duckllm.weights.checkpoint import FP8, WIDE_FLOATS, Checkpoint, list_names, list_problems, scale_problems
 from duckllm.weights.e4m3 import QuantisationError
 from duckllm.weights.files import (
@@ -34,6 +34,7 @@ from duckllm.weights.files import (
     write_atomically,
 )
 from duckllm.weights.formats import FORMATS, num_stripes, unit_bytes
+from duckllm.weights.layout import PROJECTIONS, ModelLayout
 from duckllm.weights.manifest import MANIFEST_FILE, HostFile, Manifest
 from duckllm.weights.pack import expert_file_bytes, host_file_bytes, write_expert_file, write_host_file
 from duckllm.weights.progress_file import PROGRESS_FILE, Entry, ProgressFile

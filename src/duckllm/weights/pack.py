@@ -16,11 +16,11 @@ import numpy as np
 from duckllm import _native
 from duckllm.config import available_cores
 from duckllm.errors import WeightFormatError
-from duckllm.weights.architectures import ModelLayout
 from duckllm.weights.checkpoint import FP8
 from duckllm.weights.e4m3 import U8, QuantisationError
 from duckllm.weights.files import AtomicFile
 from duckllm.weights.formats import num_stripes, unit_bytes
+from duckllm.weights.layout import ModelLayout
 from duckllm.weights.manifest import ExpertLayer, HostFile
 from duckllm.weights.reader import DATA_ALIGNMENT, UNITS
 from duckllm.weights.safetensors_file import TensorInfo, TensorReader, build_header

@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from duckllm import _native
 from duckllm.errors import CheckpointError, WeightFormatError
-from duckllm.weights.architectures import ModelLayout
 from duckllm.weights.checkpoint import FP8, scale_of
 from duckllm.weights.e4m3 import F32, SCALE_BLOCK, U8, QuantisationError, quantisation_error, scale_shape
+from duckllm.weights.layout import ModelLayout
 from duckllm.weights.safetensors_file import TensorInfo, TensorReader
 from duckllm.weights.units import ExpertWeights
 

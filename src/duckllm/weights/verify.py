@@ -11,8 +11,8 @@ from dataclasses import fields
 from functools import partial
 
 from duckllm.errors import WeightHashError
-from duckllm.weights.architectures import ModelLayout
 from duckllm.weights.checkpoint import Checkpoint
+from duckllm.weights.layout import ModelLayout
 from duckllm.weights.manifest import Manifest, check_sha256
 from duckllm.weights.pack import ahead_of
 from duckllm.weights.progress_file import expert_hashes

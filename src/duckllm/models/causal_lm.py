@@ -1,0 +1,189 @@
+"""A model on the host: everything but the routed experts, for every family.
+
+Called by the engine, through :mod:`duckllm.models.registry`; calls the layers and an expert executor. Knows
+no worker, request or text. What sets a family apart is in its :class:`ModelConfig`, which the family's module
+makes. The multi-token-prediction layer of a checkpoint is not loaded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from duckllm.layers.linear import GatedMLP, Linear, load_tensor
+from duckllm.layers.mla import MLAttention
+from duckllm.layers.norm import RMSNorm
+from duckllm.layers.rope import RotaryTable
+from duckllm.layers.runtime import LinearRuntime
+from duckllm.layers.step import LayerCache, StepContext
+from duckllm.models.config import ModelConfig
+from duckllm.moe.router import GroupLimitedRouter
+
+if TYPE_CHECKING:
+    from duckllm.moe.executor import ExpertExecutor
+    from duckllm.weights.host_tensors import HostTensors
+
+
+def _linear_runtime(config: ModelConfig) -> LinearRuntime:
+    """The native linear layers' threads, as many as PyTorch has, and scratch for the widest input."""
+    return LinearRuntime.new(
+        max(
+            config.hidden_size,
+            config.intermediate_size,
+            config.shared.intermediate_size if config.shared else 0,
+            *(shape.max_in_features for shape in config.attention),
+        ),
+        torch.get_num_threads(),
+    )
+
+
+class MoEBlock:
+    """Routed experts, computed elsewhere, plus the shared expert, computed here meanwhile."""
+
+    def __init__(
+        self,
+        tensors: HostTensors,
+        prefix: str,
+        layer: int,
+        config: ModelConfig,
+        experts: ExpertExecutor,
+        dtype: torch.dtype,
+        runtime: LinearRuntime | None,
+    ) -> None:
+        self.layer, self.experts = layer, experts
+        self.router = _load_router(tensors, f"{prefix}.gate", config)
+        self.shared: GatedMLP | None = None
+        if config.shared:
+            self.shared = GatedMLP(
+                tensors,
+                f"{prefix}.{config.shared.name}",
+                config.hidden_size,
+                config.shared.intermediate_size,
+                dtype,
+                runtime,
+            )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The block's output for tokens [T, H], without the residual."""
+        pending = self.experts.submit(self.layer, x.float(), *self.router(x))
+        shared = self.shared(x) if self.shared is not None else None
+        routed = pending.wait().to(x.dtype)
+        return routed if shared is None else shared.add_(routed)
+
+
+def _load_router(tensors: HostTensors, prefix: str, config: ModelConfig) -> GroupLimitedRouter:
+    shape = (config.num_experts, config.hidden_size)
+    weight = load_tensor(tensors, f"{prefix}.weight", shape, torch.float32)
+    bias = load_tensor(tensors, f"{prefix}.e_score_correction_bias", shape[:1], torch.float32)
+    return GroupLimitedRouter(weight, bias, config.routing)
+
+
+class DecoderLayer:
+    """Attention and MLP, each behind a norm and added to what came in."""
+
+    def __init__(
+        self,
+        tensors: HostTensors,
+        layer: int,
+        config: ModelConfig,
+        experts: ExpertExecutor,
+        dtype: torch.dtype,
+        runtime: LinearRuntime | None,
+    ) -> None:
+        prefix = f"model.layers.{layer}"
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_norm = RMSNorm(tensors, f"{prefix}.input_layernorm", size, eps)
+        self.attention = MLAttention(tensors, f"{prefix}.self_attn", config.attention[layer], dtype, runtime)
+        self.mlp_norm = RMSNorm(tensors, f"{prefix}.post_attention_layernorm", size, eps)
+        self.mlp: MoEBlock | GatedMLP = (
+            MoEBlock(tensors, f"{prefix}.mlp", layer, config, experts, dtype, runtime)
+            if config.is_moe_layer[layer]
+            else GatedMLP(tensors, f"{prefix}.mlp", size, config.intermediate_size, dtype, runtime)
+        )
+
+    def __call__(self, hidden: torch.Tensor, step: StepContext, cache: LayerCache) -> torch.Tensor:
+        """The layer's output for tokens [T, H], which are added to its cache."""
+        hidden = hidden + self.attention(self.input_norm(hidden), step, cache)
+        return hidden + self.mlp(self.mlp_norm(hidden))
+
+
+class CausalLM:
+    """The host's part of a model.
+
+    Args:
+        config: The checked configuration.
+        tensors: The host's tensors of the converted model.
+        experts: Who computes the routed experts.
+        max_tokens: The longest context, for the table of rotations.
+        dtype: Of weights and activations; norms, routing, softmax and the sums of experts are float32 always.
+
+    Reference:
+        The family's ``ForCausalLM`` of transformers in float32 with eager attention; tests/parity, 2e-3 on
+        the logits.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: HostTensors,
+        experts: ExpertExecutor,
+        *,
+        max_tokens: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.config, self.dtype, self.max_tokens = config, dtype, max_tokens
+        vocabulary = (config.vocab_size, config.hidden_size)
+        runtime = _linear_runtime(config) if dtype == torch.float32 else None
+        # As it is stored: of each token one row is read, and converted then.
+        self.embedding = load_tensor(tensors, "model.embed_tokens.weight", vocabulary, None)
+        self.layers = [
+            DecoderLayer(tensors, layer, config, experts, dtype, runtime)
+            for layer in range(config.num_hidden_layers)
+        ]
+        self.norm = RMSNorm(tensors, "model.norm", config.hidden_size, config.rms_norm_eps)
+        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+        self.head = Linear.load(tensors, head, *vocabulary, dtype, runtime=runtime)
+        self.rotary = RotaryTable(config.rotary.inv_freq, config.rotary.attention_scaling, max_tokens)
+
+    def new_kv_cache(self, max_tokens: int) -> list[LayerCache]:
+        """An empty cache for ``max_tokens`` tokens; memory is taken by the system only as it is written.
+
+        Shapes:
+            result: for each layer the tensors that its attention keeps, each [max_tokens, width]
+        """
+        return [
+            tuple(torch.empty(max_tokens, width, dtype=self.dtype) for width in shape.cache_widths)
+            for shape in self.config.attention
+        ]
+
+    @torch.inference_mode()
+    def forward(self, token_ids: torch.Tensor, start: int, kv_cache: list[LayerCache]) -> torch.Tensor:
+        """The hidden states of consecutive tokens, which are added to the cache.
+
+        Args:
+            token_ids: The tokens at positions [start, start + T).
+            start: Number of tokens that the cache holds already.
+            kv_cache: From :meth:`new_kv_cache`; holds the tokens at positions [0, start).
+
+        Shapes:
+            token_ids: [T] int64; result: [T, H], normalised
+
+        Raises:
+            WorkerLostError: A worker went away, or did not answer in time; the step may be repeated.
+        """
+        step = StepContext(start, *self.rotary.rows(torch.arange(start, start + token_ids.shape[0])))
+        hidden = F.embedding(token_ids, self.embedding).to(self.dtype)
+        for layer, cache in zip(self.layers, kv_cache, strict=True):
+            hidden = layer(hidden, step, cache)
+        return self.norm(hidden)
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits of the next token after each of these.
+
+        Shapes:
+            hidden: [T, H] from :meth:`forward`; result: [T, V] f32
+        """
+        return self.head(hidden).float()

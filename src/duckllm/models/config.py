@@ -1,0 +1,197 @@
+"""What the host must know of a model, whatever its family, and how ``config.json`` is read.
+
+Called by the family modules, which turn what transformers has parsed into a :class:`ModelConfig`, and by the
+registry. Knows no tensors of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from duckllm.errors import CheckpointError, UnsupportedModelError
+from duckllm.layers.mla import MLAShape
+from duckllm.moe.router import SigmoidRouting
+from duckllm.text.quiet import quiet_transformers
+from duckllm.weights.checkpoint import load_json
+from duckllm.weights.layout import check_bounds
+
+# What transformers and Python raise on values that they did not foresee; RecursionError is a RuntimeError.
+_UNREADABLE = (
+    *(TypeError, ValueError, AttributeError, LookupError, ArithmeticError, MemoryError),
+    *(RuntimeError, AssertionError),
+)
+_SHOWN_CHARS = 300
+_ROPE_TYPES = ("default", "yarn")
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """The expert that every token goes to, computed on the host.
+
+    Args:
+        name: Its name below the layer's ``mlp``.
+        intermediate_size: Its width; several shared experts are one that is as wide as all.
+    """
+
+    name: str
+    intermediate_size: int
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding.
+
+    Args:
+        inv_freq: Angle per position of each pair, radians; [rope / 2] f32.
+        attention_scaling: Factor on cosine and sine.
+    """
+
+    inv_freq: torch.Tensor
+    attention_scaling: float
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The configuration of one checkpoint, checked; names as in config.json where it has them.
+
+    Args:
+        attention: The attention of each layer.
+        is_moe_layer: Of each layer, whether it has routed experts.
+        routing: How experts are chosen.
+        shared: The shared expert of a layer with routed experts; None where there is none.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_experts: int
+    is_moe_layer: tuple[bool, ...]
+    routing: SigmoidRouting
+    shared: SharedExpert | None
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    attention: tuple[MLAShape, ...]
+    rotary: Rotary
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Layers that a token passes."""
+        return len(self.attention)
+
+    @property
+    def cache_elements_per_token(self) -> int:
+        """Numbers that the KV cache holds for one token, over all layers."""
+        return sum(sum(shape.cache_widths) for shape in self.attention)
+
+
+def read_config(folder: Path, parser: str, parse: Callable[[Any], ModelConfig]) -> ModelConfig:
+    """The checked configuration in ``config.json``.
+
+    Args:
+        folder: A model folder.
+        parser: Name of the class in transformers that reads it.
+        parse: The family's own reading of what transformers has parsed.
+
+    Raises:
+        CheckpointError: The file is missing or malformed, or a value contradicts another.
+        UnsupportedModelError: A feature that the family's implementation does not have, by name.
+    """
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+
+    check_bounds(load_json(Path(folder) / "config.json"))
+    with quiet_transformers():
+        try:
+            parsed = getattr(transformers, parser).from_pretrained(folder, local_files_only=True)
+        except (*_UNREADABLE, OSError, StrictDataclassError) as error:
+            raise _unreadable(error, f"{Path(folder) / 'config.json'}") from error
+        try:
+            return parse(parsed)
+        except _UNREADABLE as error:
+            raise _unreadable(error) from error
+
+
+def _unreadable(error: BaseException, name: str = "config.json") -> CheckpointError:
+    """The first of what the parser says, which may repeat itself and shows values of any length."""
+    detail = " ".join(str(error).split()).partition(" Errors: ")[0] or type(error).__name__
+    if len(detail) > _SHOWN_CHARS:
+        detail = detail[: _SHOWN_CHARS - 3] + "..."
+    return CheckpointError(f"{name}: cannot be read: {detail}")
+
+
+def require(parsed: Any, field: str, condition: bool, expected: str) -> None:
+    """Refuses a value that contradicts another.
+
+    Raises:
+        CheckpointError: ``condition`` is false; names the field, what it is and what was expected.
+    """
+    if not condition:
+        raise CheckpointError(f"config.json: {field}: got {getattr(parsed, field)!r}, expected {expected}")
+
+
+def require_positive(parsed: Any, fields: Iterable[str]) -> None:
+    """Refuses a field that is no whole number of at least 1. Raises as :func:`require`."""
+    for field in fields:
+        value = getattr(parsed, field)
+        require(parsed, field, type(value) is int and value >= 1, "an integer of at least 1")
+
+
+def require_only(parsed: Any, supported: Mapping[str, object]) -> None:
+    """Refuses a feature that has one supported value; an absent field has it.
+
+    Raises:
+        UnsupportedModelError: Names the field.
+    """
+    for field, value in supported.items():
+        got = getattr(parsed, field, value)
+        if got != value:
+            raise UnsupportedModelError(f"config.json: {field}: got {got!r}, expected {value!r}")
+
+
+def check_rope(parsed: Any) -> None:
+    """Refuses rotary embeddings that are not implemented, before anything is computed with them.
+
+    Raises:
+        UnsupportedModelError: Another type, or one that turns a part of the dimensions.
+        CheckpointError: A factor that is none.
+    """
+    rope_type = (parsed.rope_parameters or {}).get("rope_type")
+    if rope_type not in _ROPE_TYPES:
+        raise UnsupportedModelError(
+            f"config.json: rope_scaling type: got {rope_type!r}, expected one of {', '.join(_ROPE_TYPES)}"
+        )
+    if parsed.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        got = parsed.rope_parameters["partial_rotary_factor"]
+        raise UnsupportedModelError(f"config.json: partial_rotary_factor: got {got!r}, expected 1.0")
+    factor = parsed.rope_parameters.get("factor", 1.0)
+    if not (isinstance(factor, (int, float)) and 1 <= factor < math.inf):
+        raise CheckpointError(f"config.json: rope_scaling factor: got {factor!r}, expected a number from 1")
+
+
+def rotary_of(parsed: Any, rope_dim: int) -> Rotary:
+    """The angles of a configuration that :func:`check_rope` has passed.
+
+    Raises:
+        CheckpointError: They are not finite.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = parsed.rope_parameters
+    if rope["rope_type"] == "default":
+        exponents = torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim
+        inv_freq, attention_scaling = 1.0 / rope["rope_theta"] ** exponents, 1.0
+    else:
+        inv_freq, attention_scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](parsed, torch.device("cpu"))
+    if not (bool(torch.isfinite(inv_freq).all()) and math.isfinite(attention_scaling)):
+        raise CheckpointError(
+            f"config.json: rope_scaling: got {dict(rope)!r}, expected values that give finite rotations"
+        )
+    return Rotary(inv_freq, attention_scaling)

@@ -1,0 +1,126 @@
+"""What the converter must know of a model: which layers hold experts, and every tensor it must find.
+
+Made by the layouts of the families, :mod:`duckllm.weights.layout_mla` and its like; used by the converter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from duckllm.errors import CheckpointError
+
+# Far above what any model has: a larger number is a damaged file, and would cost memory before that shows.
+MOST = {
+    **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers"), 10_000),
+    **dict.fromkeys(("n_routed_experts", "n_shared_experts", "num_experts_per_tok"), 100_000),
+    **dict.fromkeys(("n_group", "topk_group", "num_attention_heads", "index_n_heads"), 100_000),
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"), 10**8),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "index_head_dim"), 10**8),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 10**8),
+}
+Shapes = dict[str, tuple[int, ...]]
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """The shape of a mixture-of-experts model.
+
+    Args:
+        architecture: Hugging Face's class name.
+        model_type: config.json's model_type.
+        hidden_size: H.
+        moe_intermediate_size: I.
+        num_experts: E, routed experts of a layer.
+        num_experts_per_tok: K.
+        num_layers: Layers, the MTP layers included.
+        moe_layers: Layers with routed experts, the MTP layers included.
+        host_shapes: Shape of every tensor that the host needs, by name.
+    """
+
+    architecture: str
+    model_type: str
+    hidden_size: int
+    moe_intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    num_layers: int
+    moe_layers: tuple[int, ...]
+    host_shapes: Shapes
+
+    def expert_weight(self, layer: int, expert: int, projection: str) -> str:
+        """Name of one expert's matrix."""
+        return f"model.layers.{layer}.mlp.experts.{expert}.{projection}.weight"
+
+    def expert_shape(self, projection: str) -> tuple[int, int]:
+        """Shape of one expert's matrix: [I, H] for gate and up, [H, I] for down."""
+        wide = (self.moe_intermediate_size, self.hidden_size)
+        return wide[::-1] if projection == "down_proj" else wide
+
+    @staticmethod
+    def layer_of(name: str) -> int | None:
+        """The layer that a tensor belongs to; None for embeddings, the last norm and the head."""
+        parts = name.split(".")
+        if len(parts) > 3 and parts[:2] == ["model", "layers"] and parts[2].isdecimal():
+            return int(parts[2])
+        return None
+
+    def is_expert_tensor(self, name: str) -> bool:
+        """Whether a tensor belongs to a routed expert."""
+        return self.layer_of(name) is not None and name.split(".")[3:5] == ["mlp", "experts"]
+
+
+class ConfigReader:
+    """Typed access to config.json whose errors name the field."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+
+    def positive(self, field: str) -> int:
+        """A whole number of at least 1."""
+        value = self._config.get(field)
+        if type(value) is not int or value < 1:
+            raise CheckpointError(
+                f"config.json: {field}: got {value!r}, expected a whole number of at least 1"
+            )
+        return value
+
+    def count(self, field: str, default: int) -> int:
+        """A whole number of at least 0; ``default`` where the field is absent or null."""
+        value = self._config.get(field)
+        if value is None:
+            return default
+        if type(value) is not int or value < 0:
+            raise CheckpointError(
+                f"config.json: {field}: got {value!r}, expected a whole number of at least 0"
+            )
+        return value
+
+    def get(self, field: str) -> Any:
+        """The value as it is; None where the field is absent."""
+        return self._config.get(field)
+
+
+def check_bounds(config: Mapping[str, Any]) -> None:
+    """Refuses numbers in config.json that no model has.
+
+    Raises:
+        CheckpointError: Names the field.
+    """
+    for field, most in MOST.items():
+        value = config.get(field)
+        if isinstance(value, (int, float)) and value > most:
+            got = str(value) if value < 10**100 else "a number of over 100 digits"
+            raise CheckpointError(f"config.json: {field}: got {got}, expected at most {most}")
+
+
+def mlp_shapes(prefix: str, hidden: int, intermediate: int) -> Shapes:
+    """The matrices of a gated MLP."""
+    wide = (intermediate, hidden)
+    return {
+        f"{prefix}gate_proj.weight": wide,
+        f"{prefix}up_proj.weight": wide,
+        f"{prefix}down_proj.weight": wide[::-1],
+    }
