@@ -47,6 +47,7 @@ def make_model(
     layers: Sequence[int] = (1, 3),
     seed: int = 0,
     weight_format: str = "fp9",
+    scale_layout: str = "block",
 ) -> Manifest:
     """A converted model that consists of random experts only."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +56,7 @@ def make_model(
     for layer in layers:
         units = np.stack(
             [
-                _random_units(generator, hidden_size, intermediate_size, weight_format)
+                _random_units(generator, hidden_size, intermediate_size, weight_format, scale_layout)
                 for _ in range(num_experts)
             ]
         )
@@ -76,30 +77,45 @@ def make_model(
         num_experts=num_experts,
         num_experts_per_tok=top_k,
         num_stripes=formats.num_stripes(intermediate_size),
-        unit_bytes=formats.unit_bytes(hidden_size, weight_format),
+        unit_bytes=formats.unit_bytes(hidden_size, weight_format, scale_layout),
         config_sha256=hashlib.sha256(b"{}").hexdigest(),
         host_files={},
         expert_layers=expert_layers,
         created_by="tests",
+        scale_layout=scale_layout,
     )
     (folder / "duck.json").write_text(json.dumps(manifest.to_json()))
     return manifest
 
 
 def _random_units(
-    generator: np.random.Generator, hidden_size: int, intermediate_size: int, weight_format: str
+    generator: np.random.Generator,
+    hidden_size: int,
+    intermediate_size: int,
+    weight_format: str,
+    scale_layout: str = "block",
 ) -> npt.NDArray[np.uint8]:
     def matrix(rows: int, columns: int) -> tuple[npt.NDArray[np.uint8], F32]:
         codes = generator.integers(0, 256, (rows, columns), np.uint8)
         codes[codes & 0x7F == 0x7F] = 0  # NaN
-        scales = generator.uniform(1e-4, 3e-4, e4m3.scale_shape(rows, columns)).astype(np.float32)
+        shape = (rows, 1) if scale_layout == "channel" else e4m3.scale_shape(rows, columns)
+        scales = generator.uniform(1e-4, 3e-4, shape).astype(np.float32)
         return codes, scales
 
     gate, gate_scale = matrix(intermediate_size, hidden_size)
     up, up_scale = matrix(intermediate_size, hidden_size)
     down, down_scale = matrix(hidden_size, intermediate_size)
     return np.asarray(
-        _native.pack_expert_units(gate, up, down, gate_scale, up_scale, down_scale, format=weight_format)
+        _native.pack_expert_units(
+            gate,
+            up,
+            down,
+            gate_scale,
+            up_scale,
+            down_scale,
+            format=weight_format,
+            scale_layout=scale_layout,
+        )
     )
 
 
@@ -144,6 +160,7 @@ def partial_sum(
         num_threads=1,
         spin_us=0,
         format=manifest.format,
+        scale_layout=manifest.scale_layout,
     )
     entry = manifest.expert_layers[step.layer]
     shape = (manifest.num_experts, manifest.num_stripes, manifest.unit_bytes)

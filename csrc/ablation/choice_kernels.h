@@ -190,8 +190,9 @@ struct OneRow {
   static void down(const uint8_t* records, const uint8_t* scales, const float* const* activations,
                    float* const* y, uint32_t, uint32_t first, uint32_t end, const uint8_t* next,
                    uint32_t prefetch_bytes) {
-    LaneKernels<Lanes>::template down_rows<F, 1>(records, scales, activations, y, first, end, next,
-                                                 prefetch_bytes);
+    using Kernels = LaneKernels<Lanes>;
+    Kernels::template down_rows<F, 1, typename Kernels::BlockScale>(records, scales, activations, y, first,
+                                                                    end, next, prefetch_bytes);
   }
 };
 

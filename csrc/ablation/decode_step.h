@@ -46,7 +46,7 @@ class DecodeStep {
 
   const Variant* variant_ = nullptr;
   decltype(FormatKernels::dots2) dots2_ = nullptr;
-  decltype(FormatKernels::down) down_ = nullptr;
+  FormatKernels::Down down_ = nullptr;
   uint32_t prefetch_bytes_ = 0;
   Layer layer_{};
   std::vector<std::pair<int32_t, float>> experts_;  // ascending

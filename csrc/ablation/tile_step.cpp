@@ -103,8 +103,9 @@ void TileStep::gate_up_unit(Workspace& workspace, uint64_t item) {
     std::memcpy(&scales[0], at.gate_scales + 4 * block, 4);
     std::memcpy(&scales[1], at.up_scales + 4 * block, 4);
     for (float& scale : scales) scale *= sum_postscale(WeightFormat::kFp9);
+    const TileScales factors = TileScales::of_halves(scales[0], scales[1]);
     multiply_(workspace.panel.data() + static_cast<size_t>(block) * chunk_rows_ * kPanelStride,
-              workspace.tile.data(), kScaleBlock / 2, scales, part_rows.data(), count);
+              workspace.tile.data(), kScaleBlock / 2, factors.lanes, part_rows.data(), count);
     if (block % kPartBlocks == kPartBlocks - 1 || first + kRecordsPerBlock == num_records_) {
       for (uint32_t i = 0; i < count * kDotFloats; ++i) dots[i] += part[i];
     }
@@ -140,9 +141,9 @@ void TileStep::down_chunk(Workspace& workspace, size_t expert, uint32_t first_ro
         float scale;
         std::memcpy(&scale, at.down_scales + 4 * (record / kRecordsPerBlock), 4);
         scale *= sum_postscale(WeightFormat::kFp9);
-        const float scales[2] = {scale, scale};
+        const TileScales factors = TileScales::of_halves(scale, scale);
         multiply_(workspace.panel.data() + i * kStripeChannels / 2, workspace.tile.data(),
-                  kStripeChannels / 2, scales, out.data(), count);
+                  kStripeChannels / 2, factors.lanes, out.data(), count);
       }
     }
   }

@@ -24,7 +24,7 @@ struct Variant {
   const char* question;  // a short name, the same for the variants that are weighed against each other
   Layout layout = Layout::kFours;
   decltype(FormatKernels::dots2) dots2 = nullptr;  // null: production's
-  decltype(FormatKernels::down) down = nullptr;
+  FormatKernels::Down down = nullptr;
   bool scale_x = true;              // x * prescale into a buffer before; else the kernel scales the sums
   bool prefetch_expert = false;     // all of an expert's bytes, by the thread that takes its first part
   int prefetch_bytes = -1;          // ahead in a stream; -1: as production

@@ -45,7 +45,7 @@ struct Bf16Tiles {
     void (*tile_of_down)(const uint8_t* record, uint32_t* tile);
   } formats[kNumWeightFormats];  // by WeightFormat; none for kBf16, in which no expert is stored
 
-  // out[row][lane] += scale[lane / 16] * sum over the pairs of panel[row] and tile, for num_rows rows and 32
+  // out[row][lane] += scales[lane] * sum over the pairs of panel[row] and tile, for num_rows rows and 32
   // lanes. A panel row has kBf16Pairs words; there are panel rows up to a multiple of kBf16RowBlock. A row's
   // sum is in the same order whatever rows go beside it.
   void (*multiply)(const uint32_t* panel, const uint32_t* tile, uint32_t num_pairs, const float* scales,

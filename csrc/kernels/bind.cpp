@@ -31,14 +31,16 @@ class PyExperts {
  public:
   PyExperts(int64_t hidden_size, int64_t intermediate_size, int64_t num_experts, int64_t top_k,
             int64_t first_stripe, int64_t num_stripes, int64_t max_tokens, int num_threads, int spin_us,
-            const std::string& isa, const std::string& format, bool pin_threads, const std::string& prefill)
+            const std::string& isa, const std::string& format, bool pin_threads, const std::string& prefill,
+            const std::string& scale_layout)
       : shape_{as_u32("hidden_size", hidden_size),
                as_u32("intermediate_size", intermediate_size),
                as_u32("num_experts", num_experts),
                as_u32("top_k", top_k),
                as_u32("first_stripe", first_stripe),
                as_u32("num_stripes", num_stripes),
-               parse_format(format)},
+               parse_format(format),
+               parse_scale_layout(scale_layout)},
         pin_threads_(pin_threads),
         pool_(num_threads, spin_us, pin_threads),
         experts_(shape_, as_u32("max_tokens", max_tokens),
@@ -127,7 +129,7 @@ class PyExperts {
   }
 
   LayerUnits layer_units(const AnyArray& units, uint32_t units_first_stripe) const {
-    const size_t bytes = unit_bytes(shape_.format, shape_.hidden_size);
+    const size_t bytes = unit_bytes(shape_.format, shape_.hidden_size, shape_.scale_layout);
     check_dtype<uint8_t>("units", units, "uint8");
     const std::string expected =
         "shape [" + std::to_string(shape_.num_experts) + ", stripes, " + std::to_string(bytes) + "]";
@@ -305,10 +307,10 @@ void bind_kernels(nb::module_& m) {
       "the error, and that a row's result then also depends on whether its expert has more than 8 rows.\n\n"
       "Raises:\n    ValueError: sizes or names that make no sense; bf16 where the CPU or the ISA lacks it.")
       .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int,
-                    const std::string&, const std::string&, bool, const std::string&>(),
+                    const std::string&, const std::string&, bool, const std::string&, const std::string&>(),
            "hidden_size"_a, "intermediate_size"_a, "num_experts"_a, "top_k"_a, "first_stripe"_a,
            "num_stripes"_a, "max_tokens"_a, "num_threads"_a, "spin_us"_a, "isa"_a = "auto",
-           "format"_a = "fp9", "pin_threads"_a = false, "prefill"_a = "f32")
+           "format"_a = "fp9", "pin_threads"_a = false, "prefill"_a = "f32", "scale_layout"_a = "block")
       .def("run", &PyExperts::run, "units"_a.noconvert(), "x"_a.noconvert(), "topk_ids"_a.noconvert(),
            "topk_weights"_a.noconvert(), "units_first_stripe"_a = 0, "out"_a = nb::none(),
            nb::sig("def run(self, units: numpy.typing.NDArray[numpy.uint8], "
@@ -319,7 +321,8 @@ void bind_kernels(nb::module_& m) {
                    "numpy.typing.NDArray[numpy.float32]"),
            "The weighted sum of the rows' experts, restricted to the slice: partial sums [T, H] f32.\n\n"
            "Shapes:\n"
-           "    units: [E, any, unit_bytes(H, format)] uint8, the stripes from units_first_stripe on; may be "
+           "    units: [E, any, unit_bytes(H, format, scale_layout)] uint8, the stripes from "
+           "units_first_stripe on; may be "
            "a "
            "memory map\n"
            "    x: [T, H] f32, or bf16 as uint16; topk_ids: [T, K] int32; topk_weights: [T, K] f32\n"
@@ -345,7 +348,7 @@ void bind_kernels(nb::module_& m) {
           "Runs one step after another, as run does or, without compute, as read_units does: the seconds of\n"
           "each.\n\n"
           "Shapes:\n"
-          "    units: [E, S, unit_bytes(H, format)] uint8, from stripe 0 on; x: [T, H] f32\n"
+          "    units: [E, S, unit_bytes(H, format, scale_layout)] uint8, from stripe 0 on; x: [T, H] f32\n"
           "    topk_ids: [N, T, K] int32, a step each; topk_weights: [T, K] f32\n"
           "    out: [T, H] f32, the last step's sums\n\n"
           "Raises:\n    ValueError: as run does.")

@@ -6,6 +6,18 @@
 
 namespace duck {
 
+// By channel all units of an expert have the same ones: those of the slice's first unit are in the caches.
+const uint8_t* Experts::Impl::down_scales(uint32_t expert, const Unit& at) const {
+  return by_channel ? unit(expert, 0).down_scales : at.down_scales;
+}
+
+TileScales Experts::Impl::down_factors(const uint8_t* scales, uint32_t record, float factor) const {
+  if (by_channel) return TileScales::of_lanes(scales + 4 * kRecordRows * record, factor);
+  float scale;
+  std::memcpy(&scale, scales + 4 * (record / kRecordsPerBlock), 4);
+  return TileScales::of_halves(scale * factor, scale * factor);
+}
+
 void Experts::Impl::run_down(int thread) {
   const auto first = static_cast<uint32_t>(static_cast<uint64_t>(num_records) * thread / pool.num_threads());
   const auto end =
@@ -18,6 +30,7 @@ void Experts::Impl::run_down(int thread) {
   for (size_t row = 0; row < rows.num_tokens; ++row) {
     std::fill(sums + row * row_floats + first_output, sums + row * row_floats + end_output, 0.0f);
   }
+  const FormatKernels::Down direct_down = by_channel ? kernels.down_by_channel : kernels.down;
   const auto& active = routing.active();
   for (size_t index = 0; index < active.size(); ++index) {
     const uint32_t expert = active[index], count = routing.count(expert), pair = routing.begin(expert);
@@ -35,8 +48,8 @@ void Experts::Impl::run_down(int thread) {
       for (uint32_t row = 0; row < count; ++row) {
         rows_a[row] = pair_activations[pair + row] + stripe * kStripeChannels;
       }
-      kernels.down(at.down, at.down_scales, rows_a, pair_y.data() + pair, count, first, end,
-                   unit_after(index, stripe).down, prefetch);
+      direct_down(at.down, down_scales(expert, at), rows_a, pair_y.data() + pair, count, first, end,
+                  unit_after(index, stripe).down, prefetch);
     }
   }
   if (direct) return;
@@ -65,11 +78,10 @@ void Experts::Impl::down_tiles(Workspace& workspace, uint32_t expert, uint32_t f
         for (uint32_t i = 0; i < num_stripes; ++i) {
           const Unit at = unit(expert, stripe + i);
           kernels.tile_of_down(at.down + record * record_bytes(shape.format), workspace.tile.data());
-          float scale;
-          std::memcpy(&scale, at.down_scales + 4 * (record / kRecordsPerBlock), 4);
-          const float scales[2] = {scale * sum_postscale(shape.format), scale * sum_postscale(shape.format)};
+          const TileScales factors =
+              down_factors(down_scales(expert, at), record, sum_postscale(shape.format));
           table.multiply(workspace.panel.data() + i * kStripeChannels / 2, workspace.tile.data(),
-                         kStripeChannels / 2, scales, out, count);
+                         kStripeChannels / 2, factors.lanes, out, count);
         }
       }
     }
@@ -77,7 +89,7 @@ void Experts::Impl::down_tiles(Workspace& workspace, uint32_t expert, uint32_t f
   workspace.panel_of = UINT64_MAX;
 }
 
-// The stripes of one scale block, of all of them that the slice has, are one sum.
+// The stripes of one block of 128 channels, of all of them that the slice has, are one sum.
 void Experts::Impl::down_bf16(Workspace& workspace, uint32_t expert, uint32_t first, uint32_t end) {
   const uint32_t pairs = routing.count(expert), chunks = num_chunks(expert);
   const auto& format = bf16->formats[static_cast<int>(shape.format)];
@@ -96,7 +108,7 @@ void Experts::Impl::down_bf16(Workspace& workspace, uint32_t expert, uint32_t fi
       }
       const uint8_t* records[kStripesPerBlock];
       for (uint32_t i = 0; i < num_stripes; ++i) records[i] = unit(expert, stripe + i).down;
-      const uint8_t* block_scales = unit(expert, stripe).down_scales;
+      const uint8_t* scales = down_scales(expert, unit(expert, stripe));
       const uint32_t num_pairs = ceil_div(num_stripes * kStripePairs, kBf16StepPairs) * kBf16StepPairs;
       std::fill(tile + num_stripes * kStripePairs * kBf16Lanes, tile + num_pairs * kBf16Lanes, 0u);
       for (uint32_t record = first; record < end; ++record) {
@@ -106,11 +118,8 @@ void Experts::Impl::down_bf16(Workspace& workspace, uint32_t expert, uint32_t fi
         }
         float* out[kChunkRows];
         for (uint32_t row = 0; row < count; ++row) out[row] = pair_y[pair + row] + record * kRecordRows;
-        float scale;
-        std::memcpy(&scale, block_scales + 4 * (record / kRecordsPerBlock), 4);
-        scale *= bf16_postscale(shape.format);
-        const float scales[2] = {scale, scale};
-        bf16->multiply(panel, tile, num_pairs, scales, out, count);
+        const TileScales factors = down_factors(scales, record, bf16_postscale(shape.format));
+        bf16->multiply(panel, tile, num_pairs, factors.lanes, out, count);
       }
     }
   }

@@ -26,6 +26,8 @@ Experts::Impl::Impl(const ExpertShape& shape_, uint32_t max_tokens_, Isa isa, Pr
       kernels(table.formats[static_cast<int>(shape.format)]),
       bf16(prefill == Prefill::kBf16 ? &select_bf16(isa) : nullptr),
       pool(pool_),
+      by_channel(shape.scale_layout == ScaleLayout::kChannel),
+      unit_size(unit_bytes(shape.format, shape.hidden_size, shape.scale_layout)),
       x_factor(prescale(shape.format)),
       row_floats(padded_hidden(shape.hidden_size)),
       pair_floats(static_cast<size_t>(shape.num_stripes) * kStripeChannels),
@@ -129,14 +131,13 @@ void Experts::Impl::scale_x(int thread, int num_threads) {
 
 void Experts::Impl::run_read(int thread) {
   constexpr size_t kPrefetchBytes = 2048;
-  const size_t size = unit_bytes(shape.format, shape.hidden_size);
   uint64_t words = 0;
   for (uint64_t item; (item = items.take(thread)) != WorkRanges::kNone;) {
     const uint8_t* bytes = layer.base +
                            routing.active()[item / shape.num_stripes] * layer.expert_stride_bytes +
-                           item % shape.num_stripes * size;
+                           item % shape.num_stripes * unit_size;
     uint64_t parts[8] = {};
-    for (size_t line = 0; line < size; line += sizeof(parts)) {
+    for (size_t line = 0; line < unit_size; line += sizeof(parts)) {
       __builtin_prefetch(bytes + line + kPrefetchBytes);
       uint64_t loaded[8];
       std::memcpy(loaded, bytes + line, sizeof(loaded));

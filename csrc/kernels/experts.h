@@ -11,7 +11,9 @@
 // their own, each ascending; the sum of the two times the block's scale is added to those of the eight blocks
 // that make a part; parts are added in ascending order. down: for each output, experts in ascending id, for
 // each of them the slice's stripes in ascending order: even and odd channels in a chain of their own; the sum
-// of the two times the block's scale is added.
+// of the two times the block's scale is added. Where each row of a matrix has a scale
+// (ScaleLayout::kChannel), gate's and up's whole sum is multiplied by its channel's scale instead, and down's
+// sums by the output's.
 //
 // Bound. With u = 2^-24, n = min(H, 128), B = ceil(H / 128), N = K * S, and G, U, D the sums of the absolute
 // terms of gate, up and down (scales included), e(v) the error of v, to first order in u:
@@ -32,6 +34,7 @@
 //   e(gate) <= (v + (n + min(B, 8) + ceil(B / 8) + 4) (1 + v) u) G, likewise e(up);
 //   e(a) as above plus v (|a| + e(a)), with e(a) from these e(gate), e(up);
 //   e(y) <= (m + N + 12) u D + sum |down| e(a), with D from |a| + e(a).
+// Scales by row change neither the blocks nor the bound.
 // This is the worst case; the errors of random values mostly cancel, docs/performance.md says how far. The
 // multipliers take denormals for zero; in the ranges below they see none.
 //
@@ -85,6 +88,7 @@ struct ExpertShape {
   uint32_t first_stripe = 0;                 // the slice: stripes [first_stripe, first_stripe + num_stripes)
   uint32_t num_stripes = 0;                  // S
   WeightFormat format = WeightFormat::kFp9;  // or kFp8
+  ScaleLayout scale_layout = ScaleLayout::kBlock;
 };
 
 // The shape, if it makes sense, with the format that this CPU's kernels decode it as. Throws
@@ -99,8 +103,8 @@ WeightFormat parse_format(const std::string& name);
 // The layout of scales of that name, "block" or "channel". Throws std::invalid_argument for another.
 ScaleLayout parse_scale_layout(const std::string& name);
 
-// Units of one layer in memory: unit(e, s) = base + e * expert_stride_bytes + s * unit_bytes(format, H),
-// where s counts from the slice's first stripe. No alignment is needed; 64 bytes is best.
+// Units of one layer in memory: unit(e, s) = base + e * expert_stride_bytes + s * unit_bytes(format, H,
+// scale_layout), where s counts from the slice's first stripe. No alignment is needed; 64 bytes is best.
 struct LayerUnits {
   const uint8_t* base = nullptr;
   size_t expert_stride_bytes = 0;

@@ -13,6 +13,7 @@
 #include "kernels/float_buffer.h"
 #include "kernels/kernel_table.h"
 #include "kernels/routing.h"
+#include "kernels/tile_scales.h"
 #include "kernels/weight_format.h"
 #include "threads/thread_pool.h"
 #include "threads/work_ranges.h"
@@ -26,13 +27,18 @@ inline constexpr uint32_t kTileFloats = kScaleBlock * kTileLanes;
 
 // Where the parts of a unit are.
 struct Unit {
-  Unit(const uint8_t* bytes, WeightFormat format, size_t hidden_size)
+  Unit(const uint8_t* bytes, WeightFormat format, size_t hidden_size,
+       ScaleLayout layout = ScaleLayout::kBlock)
       : records(padded_hidden(hidden_size) / kRecordRows),
         gate_scales(bytes),
-        up_scales(bytes + 4 * ceil_div(hidden_size, kScaleBlock)),
-        down_scales(bytes + 8 * ceil_div(hidden_size, kScaleBlock)),
-        gate_up(bytes + unit_scale_bytes(hidden_size)),
+        up_scales(bytes + 4 * num_gate_scales(hidden_size, layout)),
+        down_scales(bytes + 8 * num_gate_scales(hidden_size, layout)),
+        gate_up(bytes + unit_scale_bytes(hidden_size, layout)),
         down(gate_up + 2 * records * record_bytes(format)) {}
+
+  static size_t num_gate_scales(size_t hidden_size, ScaleLayout layout) {
+    return layout == ScaleLayout::kChannel ? kStripeChannels : ceil_div(hidden_size, kScaleBlock);
+  }
 
   const size_t records;  // H' / 32
   const uint8_t *gate_scales, *up_scales, *down_scales;
@@ -49,6 +55,8 @@ struct Experts::Impl {
   const FormatKernels& kernels;
   const Bf16Tiles* const bf16;  // what experts of more than kMaxDirectRows rows go through; null: f32 tiles
   ThreadPool& pool;
+  const bool by_channel;   // the scales
+  const size_t unit_size;  // bytes
   const float x_factor;
   const size_t row_floats;     // H'
   const size_t pair_floats;    // S * 16
@@ -93,9 +101,8 @@ struct Experts::Impl {
   bool few_rows() const { return rows.num_tokens <= kMaxDirectRows; }
   uint32_t num_chunks(uint32_t expert) const { return ceil_div(routing.count(expert), kChunkRows); }
   Unit unit(uint32_t expert, uint32_t stripe) const {
-    const size_t offset =
-        expert * layer.expert_stride_bytes + stripe * unit_bytes(shape.format, shape.hidden_size);
-    return Unit(layer.base + offset, shape.format, shape.hidden_size);
+    const size_t offset = expert * layer.expert_stride_bytes + stripe * unit_size;
+    return Unit(layer.base + offset, shape.format, shape.hidden_size, shape.scale_layout);
   }
   uint32_t channels_of(uint32_t stripe) const {  // of which none is padding
     const uint32_t first = (shape.first_stripe + stripe) * kStripeChannels;
@@ -116,8 +123,11 @@ struct Experts::Impl {
   void gate_up_unit(Workspace& workspace, uint64_t item);
   void fill_panels(Workspace& workspace, uint32_t first_pair, uint32_t count);
   void gate_up_tiles(Workspace& workspace, const Unit& at, uint32_t count);
-  void activate(uint32_t pair, uint32_t stripe, const float* dots);
+  void set_scales(Stream& stream, const Unit& at) const;
+  void activate(uint32_t pair, uint32_t stripe, const Unit& at, float* dots);
   void run_down(int thread);
+  const uint8_t* down_scales(uint32_t expert, const Unit& at) const;
+  TileScales down_factors(const uint8_t* scales, uint32_t record, float factor) const;
   void down_tiles(Workspace& workspace, uint32_t expert, uint32_t first, uint32_t end);
   void down_bf16(Workspace& workspace, uint32_t expert, uint32_t first, uint32_t end);
   void run_read(int thread);

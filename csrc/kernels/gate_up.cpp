@@ -6,7 +6,20 @@
 
 namespace duck {
 
-void Experts::Impl::activate(uint32_t pair, uint32_t stripe, const float* dots) {
+// Scales by channel come when the dot products are whole.
+void Experts::Impl::set_scales(Stream& stream, const Unit& at) const {
+  if (by_channel) return;
+  stream.scales[0] = at.gate_scales;
+  stream.scales[1] = at.up_scales;
+}
+
+// dots: [2][16] of a pair, on which scales by channel are still to come.
+void Experts::Impl::activate(uint32_t pair, uint32_t stripe, const Unit& at, float* dots) {
+  if (by_channel) {
+    float scales[kDotFloats];
+    std::memcpy(scales, at.gate_scales, sizeof(scales));  // up's follow
+    for (uint32_t lane = 0; lane < kDotFloats; ++lane) dots[lane] *= scales[lane];
+  }
   table.activate(dots, routing.weight(pair), x_factor, channels_of(stripe),
                  pair_activations[pair] + stripe * kStripeChannels);
 }
@@ -24,8 +37,7 @@ void Experts::Impl::gate_up_part(uint64_t item) {
 
   Stream stream;
   stream.records = at.gate_up;
-  stream.scales[0] = at.gate_scales;
-  stream.scales[1] = at.up_scales;
+  set_scales(stream, at);
   stream.first_record = part * kPartRecords;
   stream.end_record = std::min(num_records, stream.first_record + kPartRecords);
   stream.next = part + 1 < num_parts
@@ -48,7 +60,7 @@ void Experts::Impl::gate_up_part(uint64_t item) {
         dots[lane] += unit_dots[i * part_floats + row * kDotFloats + lane];
       }
     }
-    activate(first_pair + row, stripe, dots);
+    activate(first_pair + row, stripe, at, dots);
   }
 }
 
@@ -65,7 +77,8 @@ void Experts::Impl::gate_up_unit(Workspace& workspace, uint64_t item) {
   const Unit at = unit(expert, stripe);
   float* dots = workspace.dots.data();
   if (count <= kMaxDirectRows) {
-    Stream stream{at.gate_up, {at.gate_scales, at.up_scales}, 0, num_records, at.gate_up, prefetch};
+    Stream stream{at.gate_up, {}, 0, num_records, at.gate_up, prefetch};
+    set_scales(stream, at);
     kernels.dots2(stream, pair_x.data() + first_pair, count, dots);
   } else {
     if (workspace.panel_of != item - stripe) {
@@ -74,7 +87,7 @@ void Experts::Impl::gate_up_unit(Workspace& workspace, uint64_t item) {
     }
     gate_up_tiles(workspace, at, count);
   }
-  for (uint32_t row = 0; row < count; ++row) activate(first_pair + row, stripe, dots + row * kDotFloats);
+  for (uint32_t row = 0; row < count; ++row) activate(first_pair + row, stripe, at, dots + row * kDotFloats);
 }
 
 void Experts::Impl::fill_panels(Workspace& workspace, uint32_t first_pair, uint32_t count) {
@@ -106,20 +119,22 @@ void Experts::Impl::gate_up_tiles(Workspace& workspace, const Unit& at, uint32_t
     const uint32_t records = std::min<uint32_t>(kRecordsPerBlock, num_records - first);
     const uint8_t* from = at.gate_up + 2 * bytes * first;
     const size_t panel_row = static_cast<size_t>(block) * kChunkRows;
-    float scales[2];
-    std::memcpy(&scales[0], at.gate_scales + 4 * block, 4);
-    std::memcpy(&scales[1], at.up_scales + 4 * block, 4);
-    for (float& scale : scales) scale *= postscale;
+    float scales[2] = {1.0f, 1.0f};
+    if (!by_channel) {
+      std::memcpy(&scales[0], at.gate_scales + 4 * block, 4);
+      std::memcpy(&scales[1], at.up_scales + 4 * block, 4);
+    }
+    const TileScales factors = TileScales::of_halves(scales[0] * postscale, scales[1] * postscale);
     if (bf16 != nullptr) {
       uint32_t* tile = workspace.bf16_tile.data();
       bf16->formats[static_cast<int>(shape.format)].tile_of_streams(from, bytes, 2 * bytes, records, tile);
       bf16->multiply(workspace.bf16_panel.data() + panel_row * kBf16Pairs, tile, records * kRecordRows / 2,
-                     scales, part_rows, count);
+                     factors.lanes, part_rows, count);
     } else {
       float* tile = workspace.tile.data();
       kernels.tile_of_streams(from, bytes, 2 * bytes, records, tile);
       table.multiply(workspace.panel.data() + panel_row * kPanelStride, tile, records * kRecordRows / 2,
-                     scales, part_rows, count);
+                     factors.lanes, part_rows, count);
     }
     if (block % kPartBlocks == kPartBlocks - 1 || first + records == num_records) {
       for (uint32_t i = 0; i < count * kDotFloats; ++i) dots[i] += part[i];

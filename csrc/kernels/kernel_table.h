@@ -26,7 +26,7 @@ inline constexpr uint32_t kPanelOdd = kScaleBlock / 2;  // where a panel row's o
 // One or two matrices of 16 lanes whose records alternate: gate and up, or one stripe of a dense layer.
 struct Stream {
   const uint8_t* records = nullptr;           // of row block 0
-  const uint8_t* scales[2] = {};              // f32 per scale block, any alignment; null: 1
+  const uint8_t* scales[2] = {};              // f32 per scale block, any alignment; null: all 1
   uint32_t first_record = 0, end_record = 0;  // to go through; first_record is at a scale block
   const uint8_t* next = nullptr;              // what will be read after: prefetched at the end
   uint32_t prefetch_bytes = 0;                // how far ahead to prefetch: prefetch_bytes()
@@ -39,10 +39,12 @@ struct FormatKernels {
   void (*dots2)(const Stream& stream, const float* const* x, uint32_t num_rows, float* dots);
 
   // y[row][32 * record + lane] += scale * sums over the 16 channels of a stripe, for the down records
-  // [first, end) of one unit. next: of the unit that will be read after.
-  void (*down)(const uint8_t* records, const uint8_t* scales, const float* const* activations,
-               float* const* y, uint32_t num_rows, uint32_t first_record, uint32_t end_record,
-               const uint8_t* next, uint32_t prefetch_bytes);
+  // [first, end) of one unit. scales: f32 of any alignment, one per scale block; for down_by_channel one per
+  // output. next: of the unit that will be read after.
+  using Down = void (*)(const uint8_t* records, const uint8_t* scales, const float* const* activations,
+                        float* const* y, uint32_t num_rows, uint32_t first_record, uint32_t end_record,
+                        const uint8_t* next, uint32_t prefetch_bytes);
+  Down down, down_by_channel;
 
   // A tile for `multiply`: rows of 32 lanes, even rows of the source from 0, odd ones from num_rows / 2.
   // tile_of_streams: num_records records of two matrices side by side, which start `distance` bytes apart and
@@ -60,8 +62,8 @@ struct KernelTable {
   void (*activate)(const float* dots, float weight, float prescale, uint32_t num_channels,
                    float* activations);
 
-  // out[row][lane] += scale[lane / 16] * sum over k of panel[row][k] * tile[k][lane], for num_rows rows and
-  // 32 lanes. The panel's rows hold half_rows even values from 0 and half_rows odd ones from kPanelOdd.
+  // out[row][lane] += scales[lane] * sum over k of panel[row][k] * tile[k][lane], for num_rows rows and 32
+  // lanes. The panel's rows hold half_rows even values from 0 and half_rows odd ones from kPanelOdd.
   void (*multiply)(const float* panel, const float* tile, uint32_t half_rows, const float* scales,
                    float* const* out, uint32_t num_rows);
 

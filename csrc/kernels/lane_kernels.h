@@ -137,7 +137,8 @@ struct LaneKernels {
 #pragma GCC unroll 2
         for (int i = 0; i < kPartsAtOnce; ++i) {
           const uint8_t* scales = stream.scales[p + i];
-          const float scale = scales ? load_f32(scales, first / kRecordsPerBlock) * F::kPostscale : 1.0f;
+          const float scale =
+              scales ? load_f32(scales, first / kRecordsPerBlock) * F::kPostscale : F::kPostscale;
 #pragma GCC unroll 2
           for (int v = 0; v < kVecs; ++v) {
 #pragma GCC unroll 8
@@ -181,10 +182,27 @@ struct LaneKernels {
     }
   }
 
+  // The scales of a record's outputs, times `factor`: one for all of them, or one each.
+  struct BlockScale {
+    const float scale;
+    DUCK_INLINE BlockScale(const uint8_t* scales, uint32_t record, float factor)
+        : scale(load_f32(scales, record / kRecordsPerBlock) * factor) {}
+    DUCK_INLINE Floats of_outputs(uint32_t) const { return Lanes::broadcast(scale); }
+  };
+  struct ChannelScales {
+    const float* const first;
+    const float factor;
+    DUCK_INLINE ChannelScales(const uint8_t* scales, uint32_t record, float factor_)
+        : first(reinterpret_cast<const float*>(scales) + record * kRecordRows), factor(factor_) {}
+    DUCK_INLINE Floats of_outputs(uint32_t output) const {
+      return Lanes::mul(Lanes::load(first + output), Lanes::broadcast(factor));
+    }
+  };
+
   // The two tiles of a record of down are its pairs 0 to 7, outputs 0 to 15, and 8 to 15, outputs 16 to 31.
-  template <class F, int kRows, int kTile>
+  template <class F, int kRows, int kTile, class Scale>
   static DUCK_INLINE void down_tile(const uint8_t* record, const float* const (&activations)[kRows],
-                                    float* const* y, uint32_t output, float scale) {
+                                    float* const* y, uint32_t output, const Scale& scale) {
     constexpr int kVecs = Lanes::vectors_at_once(kRows);
     for (int vector = 0; vector < kVectors; vector += kVecs) {
       Floats even[kVecs][kRows], odd[kVecs][kRows];
@@ -194,16 +212,18 @@ struct LaneKernels {
       add_products<F, 1, kVecs, kRows, kTile * 8, 8>(records, vector, activations, even, odd);
 #pragma GCC unroll 2
       for (int v = 0; v < kVecs; ++v) {
+        const uint32_t first = kTile * kStripeChannels + (vector + v) * kLanes;
+        const Floats factors = scale.of_outputs(first);
 #pragma GCC unroll 8
         for (int row = 0; row < kRows; ++row) {
-          float* out = y[row] + output + kTile * kStripeChannels + (vector + v) * kLanes;
-          Lanes::store(out, add_scaled(Lanes::load(out), even[v][row], odd[v][row], Lanes::broadcast(scale)));
+          float* out = y[row] + output + first;
+          Lanes::store(out, add_scaled(Lanes::load(out), even[v][row], odd[v][row], factors));
         }
       }
     }
   }
 
-  template <class F, int kRows>
+  template <class F, int kRows, class Scale>
   static void down_rows(const uint8_t* records, const uint8_t* scales, const float* const* rows_a,
                         float* const* y, uint32_t first, uint32_t end, const uint8_t* next,
                         uint32_t prefetch_bytes) {
@@ -213,7 +233,7 @@ struct LaneKernels {
     for (uint32_t record = first; record < end; ++record) {
       prefetch(ahead_of(records, record, end, F::kRecordBytes, next, prefetch_bytes), F::kRecordBytes);
       const uint8_t* at = records + static_cast<size_t>(record) * F::kRecordBytes;
-      const float scale = load_f32(scales, record / kRecordsPerBlock) * F::kPostscale;
+      const Scale scale(scales, record, F::kPostscale);
       down_tile<F, kRows, 0>(at, activations, y, record * kRecordRows, scale);
       down_tile<F, kRows, 1>(at, activations, y, record * kRecordRows, scale);
     }
@@ -248,13 +268,13 @@ struct LaneKernels {
     });
   }
 
-  template <class F>
+  template <class F, class Scale>
   static void down(const uint8_t* records, const uint8_t* scales, const float* const* activations,
                    float* const* y, uint32_t num_rows, uint32_t first_record, uint32_t end_record,
                    const uint8_t* next, uint32_t prefetch_bytes) {
     in_blocks<Lanes::kBlockRows>(num_rows, [&](auto rows, uint32_t first) {
-      down_rows<F, rows.kCount>(records, scales, activations + first, y + first, first_record, end_record,
-                                next, prefetch_bytes);
+      down_rows<F, rows.kCount, Scale>(records, scales, activations + first, y + first, first_record,
+                                       end_record, next, prefetch_bytes);
     });
   }
 
@@ -305,8 +325,7 @@ struct LaneKernels {
       Floats even[kRows][2], sums[kRows][2];
       multiply_half<kRows>(panel, tile + lane, half_rows, even);
       multiply_half<kRows>(panel + kPanelOdd, tile + half_rows * kTileLanes + lane, half_rows, sums);
-      const Floats first = Lanes::broadcast(scales[lane / kStripeChannels]);
-      const Floats second = Lanes::broadcast(scales[(lane + kLanes) / kStripeChannels]);
+      const Floats first = Lanes::load(scales + lane), second = Lanes::load(scales + lane + kLanes);
 #pragma GCC unroll 16
       for (int row = 0; row < kRows; ++row) {
         float* to = out[row] + lane;
@@ -402,7 +421,8 @@ struct LaneKernels {
 
   template <class F>
   static constexpr FormatKernels format_kernels() {
-    return {&dots<F, 1>, &dots<F, 2>, &down<F>, &tile_of_streams<F>, &tile_of_down<F>};
+    return {&dots<F, 1>,         &dots<F, 2>,     &down<F, BlockScale>, &down<F, ChannelScales>,
+            &tile_of_streams<F>, &tile_of_down<F>};
   }
 
   static constexpr KernelTable table(Isa isa) {

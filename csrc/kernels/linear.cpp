@@ -20,6 +20,7 @@
 #include "kernels/kernel_table.h"
 #include "kernels/pack_linear.h"
 #include "kernels/scale_values.h"
+#include "kernels/tile_scales.h"
 #include "threads/thread_pool.h"
 #include "threads/work_ranges.h"
 
@@ -234,9 +235,9 @@ struct Linear::Impl {
         kernels().tile_of_streams(group_records(group) + 2 * bytes * first, bytes, 2 * bytes, records,
                                   workspace.tile.data());
         const float scale = scales ? scales[block] * sum_postscale(weight.format) : 1.0f;
-        const float both[2] = {scale, scale};
+        const TileScales factors = TileScales::of_halves(scale, scale);
         table.multiply(panel.data() + (static_cast<size_t>(block) * rows.num_rows + first_row) * kPanelStride,
-                       workspace.tile.data(), records * kRecordRows / 2, both, part_rows, count);
+                       workspace.tile.data(), records * kRecordRows / 2, factors.lanes, part_rows, count);
         if (block % kPartBlocks == kPartBlocks - 1 || first + records == num_records) {
           add_to(sums, part, count * kTileLanes);
         }

@@ -26,19 +26,22 @@ namespace {
 
 struct Layer {
   size_t hidden, intermediate, experts;
+  ScaleLayout layout;
   std::vector<uint8_t> units;
 
   size_t stripes() const { return ceil_div(intermediate, kStripeChannels); }
-  LayerUnits view() const { return {units.data(), stripes() * unit_bytes(WeightFormat::kFp9, hidden)}; }
+  size_t expert_bytes() const { return stripes() * unit_bytes(WeightFormat::kFp9, hidden, layout); }
+  LayerUnits view() const { return {units.data(), expert_bytes()}; }
 };
 
 // Random finite weights of every exponent; scales of one magnitude.
-Layer random_layer(size_t hidden, size_t intermediate, size_t experts, float gate_up_scale,
-                   float down_scale) {
-  Layer layer{hidden, intermediate, experts, {}};
-  layer.units.resize(experts * layer.stripes() * unit_bytes(WeightFormat::kFp9, hidden));
+Layer random_layer(size_t hidden, size_t intermediate, size_t experts, float gate_up_scale, float down_scale,
+                   ScaleLayout layout = ScaleLayout::kBlock) {
+  Layer layer{hidden, intermediate, experts, layout, {}};
+  layer.units.resize(experts * layer.expert_bytes());
   std::minstd_rand random(17);
   const size_t blocks = ceil_div(hidden, kScaleBlock) * ceil_div(intermediate, kScaleBlock);
+  const bool by_channel = layout == ScaleLayout::kChannel;
   for (size_t expert = 0; expert < experts; ++expert) {
     std::vector<uint8_t> codes[3];
     for (auto& matrix : codes) {
@@ -48,11 +51,11 @@ Layer random_layer(size_t hidden, size_t intermediate, size_t experts, float gat
         if ((code & 0x7f) == 0x7f) code ^= 1;
       }
     }
-    const std::vector<float> gate_up(blocks, gate_up_scale), down(blocks, down_scale);
+    const std::vector<float> gate_up(by_channel ? intermediate : blocks, gate_up_scale);
+    const std::vector<float> down(by_channel ? hidden : blocks, down_scale);
     pack_expert_units({hidden, intermediate, codes[0].data(), codes[1].data(), codes[2].data(),
-                       gate_up.data(), gate_up.data(), down.data()},
-                      WeightFormat::kFp9,
-                      layer.units.data() + expert * layer.stripes() * unit_bytes(WeightFormat::kFp9, hidden));
+                       gate_up.data(), gate_up.data(), down.data(), layout},
+                      WeightFormat::kFp9, layer.units.data() + expert * layer.expert_bytes());
   }
   return layer;
 }
@@ -91,10 +94,10 @@ std::vector<float> run(const Layer& layer, const Step& step, Isa isa, int num_th
                        Prefill prefill = Prefill::kF32) {
   ThreadPool pool(num_threads, 0);
   const StepRows rows = step.rows(layer.hidden);
-  Experts experts(
-      {static_cast<uint32_t>(layer.hidden), static_cast<uint32_t>(layer.intermediate),
-       static_cast<uint32_t>(layer.experts), step.top_k, 0, static_cast<uint32_t>(layer.stripes())},
-      rows.num_tokens, isa, pool, prefill);
+  Experts experts({static_cast<uint32_t>(layer.hidden), static_cast<uint32_t>(layer.intermediate),
+                   static_cast<uint32_t>(layer.experts), step.top_k, 0,
+                   static_cast<uint32_t>(layer.stripes()), WeightFormat::kFp9, layer.layout},
+                  rows.num_tokens, isa, pool, prefill);
   std::vector<float> y(rows.num_tokens * layer.hidden, -7.0f);
   experts.run(layer.view(), rows, y.data());
   return y;
@@ -104,10 +107,10 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
-void test_sizes_and_threads() {
+void test_sizes_and_threads(ScaleLayout layout) {
   for (auto [hidden, intermediate] :
        {std::pair<size_t, size_t>{1, 1}, {31, 15}, {33, 17}, {200, 40}, {257, 129}}) {
-    const Layer layer = random_layer(hidden, intermediate, 3, 0x1p-9f, 0x1p-9f);
+    const Layer layer = random_layer(hidden, intermediate, 3, 0x1p-9f, 0x1p-9f, layout);
     for (uint32_t num_tokens : {1, 2, 3, 4, 5, 9}) {
       const Step step = random_step(layer, num_tokens, 3, 1.0f);
       const auto scalar = run(layer, step, Isa::kScalar, 1);
@@ -142,10 +145,10 @@ void with_each_bf16(const Test& test) {
   }
 }
 
-void test_bf16_sizes_and_threads() {
+void test_bf16_sizes_and_threads(ScaleLayout layout) {
   for (auto [hidden, intermediate] :
        {std::pair<size_t, size_t>{1, 1}, {31, 15}, {33, 17}, {200, 40}, {257, 145}}) {
-    const Layer layer = random_layer(hidden, intermediate, 1, 0x1p-9f, 0x1p-9f);
+    const Layer layer = random_layer(hidden, intermediate, 1, 0x1p-9f, 0x1p-9f, layout);
     for (uint32_t num_tokens : {9, 16, 17, 49, 97}) {
       const Step step = random_step(layer, num_tokens, 1, 1.0f);
       const auto f32 = run(layer, step, Isa::kAvx512, 1);
@@ -189,10 +192,13 @@ void test_no_denormals() {
                         {0x1p-9f, 0x1p-21f, 0x1p-21f},
                         {0x1p-21f, 0x1p40f, 0x1p-21f},
                         {1.0f, 1.0f, 1.0f}};
+  constexpr int kNumCases = sizeof(cases) / sizeof(Case);
   const unsigned saved = _mm_getcsr();
   for (Isa isa : available_isas()) {
-    for (const Case& c : cases) {
-      const Layer layer = random_layer(300, 40, 3, c.gate_up_scale, c.down_scale);
+    for (int i = 0; i < 2 * kNumCases; ++i) {
+      const Case& c = cases[i / 2];
+      const auto layout = i % 2 == 0 ? ScaleLayout::kBlock : ScaleLayout::kChannel;
+      const Layer layer = random_layer(300, 40, 3, c.gate_up_scale, c.down_scale, layout);
       const Step step = random_step(layer, 6, 2, c.x);
       std::vector<float> results[2];
       for (unsigned flush : {0u, kDenormalsAreZero | kFlushToZero}) {
@@ -258,10 +264,13 @@ void test_e4m3_rounding() {
 }  // namespace duck
 
 int main() {
-  duck::test_sizes_and_threads();
+  duck::test_sizes_and_threads(duck::ScaleLayout::kBlock);
+  duck::test_sizes_and_threads(duck::ScaleLayout::kChannel);
   duck::test_no_denormals();
   if (duck::has_bf16()) {
-    duck::with_each_bf16(duck::test_bf16_sizes_and_threads);
+    for (auto layout : {duck::ScaleLayout::kBlock, duck::ScaleLayout::kChannel}) {
+      duck::with_each_bf16([layout] { duck::test_bf16_sizes_and_threads(layout); });
+    }
     duck::with_each_bf16(duck::test_bf16_run_allocates_nothing);
   }
   duck::test_run_allocates_nothing();

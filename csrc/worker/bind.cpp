@@ -69,7 +69,7 @@ class StepServer {
                                   "] experts and stripes, expected [" + std::to_string(shape.num_experts) +
                                   ", " + std::to_string(shape.num_stripes) + "]");
     }
-    const size_t bytes = unit_bytes(shape.format, shape.hidden_size);
+    const size_t bytes = unit_bytes(shape.format, shape.hidden_size, shape.scale_layout);
     if (units.shape(2) != bytes) {
       throw std::invalid_argument("unit bytes of layer " + std::to_string(layer) + ": got " +
                                   std::to_string(units.shape(2)) + ", expected " + std::to_string(bytes));
@@ -111,10 +111,11 @@ void bind_worker(nb::module_& m) {
           [](StepServer* self, uint32_t hidden_size, uint32_t intermediate_size, uint32_t num_experts,
              uint32_t top_k, uint32_t first_stripe, uint32_t num_stripes, uint32_t max_step_tokens,
              int num_threads, int spin_us, int64_t frame_timeout_ms, int64_t send_timeout_ms,
-             const std::string& isa, const std::string& format, bool pin_threads,
-             const std::string& prefill) {
-            const ExpertShape shape{hidden_size,  intermediate_size, num_experts,         top_k,
-                                    first_stripe, num_stripes,       parse_format(format)};
+             const std::string& isa, const std::string& format, bool pin_threads, const std::string& prefill,
+             const std::string& scale_layout) {
+            const ExpertShape shape{
+                hidden_size,  intermediate_size, num_experts,          top_k,
+                first_stripe, num_stripes,       parse_format(format), parse_scale_layout(scale_layout)};
             new (self) StepServer(shape, {max_step_tokens, spin_us, frame_timeout_ms, send_timeout_ms},
                                   num_threads, pin_threads, isa, prefill);
           },
@@ -122,7 +123,7 @@ void bind_worker(nb::module_& m) {
           nb::arg("top_k"), nb::arg("first_stripe"), nb::arg("num_stripes"), nb::arg("max_step_tokens"),
           nb::arg("num_threads"), nb::arg("spin_us") = 0, nb::arg("frame_timeout_ms") = 30'000,
           nb::arg("send_timeout_ms") = 60'000, nb::arg("isa") = "auto", nb::arg("format") = "fp9",
-          nb::arg("pin_threads") = false, nb::arg("prefill") = "f32")
+          nb::arg("pin_threads") = false, nb::arg("prefill") = "f32", nb::arg("scale_layout") = "block")
       .def("add_layer", &StepServer::add_layer, nb::arg("layer"), nb::arg("units").noconvert(),
            "Takes the slice's units [E, S, unit_bytes] u8 of a layer; kept alive, not copied.")
       .def("serve", &StepServer::serve, nb::arg("fd"), nb::call_guard<nb::gil_scoped_release>(),

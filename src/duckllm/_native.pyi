@@ -127,6 +127,7 @@ class Experts:
         format: str = "fp9",
         pin_threads: bool = False,
         prefill: str = "f32",
+        scale_layout: str = "block",
     ) -> None: ...
     def run(
         self,
@@ -141,7 +142,7 @@ class Experts:
         The weighted sum of the rows' experts, restricted to the slice: partial sums [T, H] f32.
 
         Shapes:
-            units: [E, any, unit_bytes(H, format)] uint8, the stripes from units_first_stripe on; may be a memory map
+            units: [E, any, unit_bytes(H, format, scale_layout)] uint8, the stripes from units_first_stripe on; may be a memory map
             x: [T, H] f32, or bf16 as uint16; topk_ids: [T, K] int32; topk_weights: [T, K] f32
             out, result: [T, H] f32
 
@@ -181,7 +182,7 @@ class Experts:
         each.
 
         Shapes:
-            units: [E, S, unit_bytes(H, format)] uint8, from stripe 0 on; x: [T, H] f32
+            units: [E, S, unit_bytes(H, format, scale_layout)] uint8, from stripe 0 on; x: [T, H] f32
             topk_ids: [N, T, K] int32, a step each; topk_weights: [T, K] f32
             out: [T, H] f32, the last step's sums
 
@@ -439,6 +440,7 @@ class StepServer:
         format: str = "fp9",
         pin_threads: bool = False,
         prefill: str = "f32",
+        scale_layout: str = "block",
     ) -> None: ...
     def add_layer(
         self,

@@ -1,6 +1,6 @@
 """The expert function in float64 from dense weights, with the error bound of csrc/kernels/experts.h.
 
-Built from the definitions alone (e4m3, block scales, SiLU), not from the fp9 packer or its numpy twin;
+Built from the definitions alone (e4m3, scales, SiLU), not from the fp9 packer or its numpy twin;
 :func:`pack` is there to hand the same layer to the kernels.
 """
 
@@ -30,8 +30,10 @@ def decode_e4m3(codes: np.ndarray) -> np.ndarray:
     return np.where((codes & 0x7F) == 0x7F, np.nan, sign * magnitude)
 
 
-def spread_scales(scales: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """One scale per element from one per 128x128 block."""
+def spread_scales(scales: np.ndarray, shape: tuple[int, int], scale_layout: str = "block") -> np.ndarray:
+    """One scale per element from one per 128x128 block or one per row."""
+    if scale_layout == "channel":
+        return np.broadcast_to(scales.astype(np.float64), shape)
     return np.repeat(np.repeat(scales.astype(np.float64), 128, 0), 128, 1)[: shape[0], : shape[1]]
 
 
@@ -46,7 +48,8 @@ class Layer:
     """E experts as a checkpoint has them, and what they mean.
 
     Shapes:
-        gate, up: [E, I, H] uint8; down: [E, H, I] uint8; scales: one f32 per 128x128 block of each.
+        gate, up: [E, I, H] uint8; down: [E, H, I] uint8; scales: one f32 per 128x128 block of each, or in the
+        layout "channel" [E, I, 1] and [E, H, 1].
     """
 
     gate: np.ndarray
@@ -55,11 +58,19 @@ class Layer:
     gate_scale: np.ndarray
     up_scale: np.ndarray
     down_scale: np.ndarray
+    scale_layout: str = "block"
 
     @classmethod
-    def random(cls, num_experts: int, hidden: int, intermediate: int, seed: int = 0) -> Layer:
+    def random(
+        cls, num_experts: int, hidden: int, intermediate: int, seed: int = 0, scale_layout: str = "block"
+    ) -> Layer:
         rng = np.random.default_rng(seed)
-        hidden_blocks, channel_blocks = -(-hidden // 128), -(-intermediate // 128)
+        gate_up, down = (
+            (-(-intermediate // 128), -(-hidden // 128)),
+            (-(-hidden // 128), -(-intermediate // 128)),
+        )
+        if scale_layout == "channel":
+            gate_up, down = (intermediate, 1), (hidden, 1)
 
         def scales(*shape: int) -> np.ndarray:
             return (rng.uniform(0.5, 2.0, shape) * 2.0**-9).astype(np.float32)
@@ -68,9 +79,10 @@ class Layer:
             gate=random_e4m3(rng, (num_experts, intermediate, hidden)),
             up=random_e4m3(rng, (num_experts, intermediate, hidden)),
             down=random_e4m3(rng, (num_experts, hidden, intermediate)),
-            gate_scale=scales(num_experts, channel_blocks, hidden_blocks),
-            up_scale=scales(num_experts, channel_blocks, hidden_blocks),
-            down_scale=scales(num_experts, hidden_blocks, channel_blocks),
+            gate_scale=scales(num_experts, *gate_up),
+            up_scale=scales(num_experts, *gate_up),
+            down_scale=scales(num_experts, *down),
+            scale_layout=scale_layout,
         )
 
     @property
@@ -95,7 +107,7 @@ class Layer:
         for name in ("gate", "up", "down"):
             codes = getattr(self, name)[expert]
             scales = getattr(self, name + "_scale")[expert]
-            matrices.append(decode_e4m3(codes) * spread_scales(scales, codes.shape))
+            matrices.append(decode_e4m3(codes) * spread_scales(scales, codes.shape, self.scale_layout))
         return matrices[0], matrices[1], matrices[2]
 
 
@@ -153,12 +165,16 @@ def expert_sums(
 
 
 def pack(layer: Layer, weight_format: str = "fp9") -> np.ndarray:
-    """All units of a layer, [E, S_total, unit_bytes(H)] uint8."""
+    """All units of a layer, [E, S_total, unit_bytes(H, weight_format, layer.scale_layout)] uint8."""
     names = ("gate", "up", "down", "gate_scale", "up_scale", "down_scale")
     experts = range(layer.num_experts)
     return np.stack(
         [
-            _native.pack_expert_units(*(getattr(layer, name)[e] for name in names), format=weight_format)
+            _native.pack_expert_units(
+                *(getattr(layer, name)[e] for name in names),
+                format=weight_format,
+                scale_layout=layer.scale_layout,
+            )
             for e in experts
         ]
     )
@@ -176,6 +192,7 @@ def whole_expert(layer: Layer) -> dict[str, Any]:
         "max_tokens": 150,
         "num_threads": 1,
         "spin_us": 0,
+        "scale_layout": layer.scale_layout,
     }
 
 

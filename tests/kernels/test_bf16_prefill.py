@@ -96,6 +96,36 @@ def test_within_its_bound_of_float64(new: New, hidden: int, intermediate: int, w
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize(("hidden", "intermediate"), [(1, 1), (33, 17), (200, 200), (1800, 40)])
+def test_channel_scales_within_the_bound(
+    new: New, hidden: int, intermediate: int, weight_format: str
+) -> None:
+    layer = Layer.random(2, hidden, intermediate, scale_layout="channel")
+    layer.down_scale[:, ::3] *= np.float32(2.0**-20)
+    layer.down_scale[:, 5::16] = 0
+    x, topk_ids, topk_weights = random_step(layer, num_tokens=29, top_k=2)
+    exact, bound = expert_sums(layer, x, topk_ids, topk_weights, bf16=True)
+    y = new(layer, format=weight_format).run(pack(layer, weight_format), x, topk_ids, topk_weights)
+    assert np.all(abs(y - exact) <= bound)
+    assert not y[:, 5::16].any()
+    assert abs(y - exact).max() / abs(exact).max() > 1e-4
+
+
+def test_powers_of_two_by_channel_give_the_bits_of_blocks(new: New) -> None:
+    layer, channel = (Layer.random(2, 1100, 136, scale_layout=name) for name in ("block", "channel"))
+    for each in (layer, channel):
+        each.gate_scale[:], each.up_scale[:], each.down_scale[:] = 2.0**-9, 2.0**-8, 2.0**-7
+    x, topk_ids, topk_weights = random_step(layer, num_tokens=29, top_k=2)
+    y = new(layer).run(pack(layer), x, topk_ids, topk_weights)
+    assert len(np.unique(y)) > 0.9 * y.size
+    for weight_format in FORMATS:
+        units = pack(channel, weight_format)
+        for num_threads in (1, 3):
+            experts = new(channel, format=weight_format, num_threads=num_threads)
+            assert_same_bits(experts.run(units, x, topk_ids, topk_weights), y)
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
 def test_only_x_and_activations_are_rounded(new: New, weight_format: str) -> None:
     """Against float64 with just these two roundings; a few activations land on the other side of a tie."""
     layer = Layer.random(1, 300, 200)
@@ -170,9 +200,10 @@ def test_all_formats_give_the_same_bits(new: New, hidden: int, intermediate: int
         assert_same_bits(fp9, fp8)
 
 
+@pytest.mark.parametrize("scale_layout", ["block", "channel"])
 @pytest.mark.parametrize(("first", "count"), [(3, 7), (7, 1), (5, 8), (8, 5), (1, 12)])
-def test_slices_that_cut_scale_blocks(new: New, first: int, count: int) -> None:
-    layer = Layer.random(1, 200, 200)
+def test_slices_that_cut_scale_blocks(new: New, first: int, count: int, scale_layout: str) -> None:
+    layer = Layer.random(1, 200, 200, scale_layout=scale_layout)
     x = random_step(layer, 11, 1)[0]
     ids, weights = one_expert(11)
     channels = slice(16 * first, 16 * (first + count))

@@ -12,7 +12,15 @@ from duckllm.moe.local import LocalExperts
 from duckllm.weights.convert import convert
 from duckllm.weights.manifest import Manifest
 from support.models import all_logits, build_model, remote_experts
-from worker_harness import connect, expected_sum, make_step, open_transport, plan_for, running_worker
+from worker_harness import (
+    connect,
+    expected_sum,
+    make_model,
+    make_step,
+    open_transport,
+    plan_for,
+    running_worker,
+)
 
 TOKENS = [1, *range(20, 60)]
 
@@ -61,6 +69,17 @@ def test_the_demo_model_has_the_same_logits_and_tokens(demo_folder: Path, fp8_fo
             assert torch.equal(
                 all_logits(remote, TOKENS, 16), all_logits(build_model(demo_folder, other), TOKENS, 16)
             )
+
+
+def test_local_experts_with_scales_by_channel(tmp_path: Path) -> None:
+    manifest = make_model(tmp_path / "model", scale_layout="channel")
+    step = make_step(manifest, 5)
+    arrays = [torch.from_numpy(array) for array in (step.x, step.topk_ids, step.topk_weights)]
+    expected = expected_sum(manifest, plan_for(manifest), step)
+    for weight_format in ("auto", "fp8"):
+        experts = LocalExperts(Manifest.load(manifest.folder), weight_format=weight_format)
+        got = experts.submit(step.layer, *arrays).wait()
+        np.testing.assert_array_equal(got.numpy(), expected)
 
 
 def test_local_experts_use_the_format_of_their_folder(demo_folder: Path, fp8_folder: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from duckllm import LLM
-from duckllm.errors import ConfigError
+from duckllm.errors import ConfigError, ProtocolError
 from duckllm.worker.__main__ import main
 from duckllm.worker.config import WorkerConfig
 from worker_harness import (
@@ -51,6 +52,25 @@ def test_formats_of_the_worker_and_of_the_host(
     np.testing.assert_array_equal(got, expected_sum(manifest, [plans[1]], step))
     how = f"{stored} as stored" if used == stored else f"{stored} as a copy in {used}"
     assert f"verified now, {how}" in log
+
+
+@pytest.mark.parametrize(("stored", "used"), [("fp9", "fp9"), ("fp8", "fp9")])
+def test_scales_by_channel(tmp_path: Path, stored: str, used: str) -> None:
+    manifest = make_model(tmp_path / "model", weight_format=stored, scale_layout="channel")
+    plans = plan_for(manifest, 2, weight_format=used, max_step_tokens=20)
+    assert {plan.scale_layout for plan in plans} == {"channel"}
+    with running_worker(tmp_path) as worker:
+        connection = connect(worker.address, plans[1])
+        assert connection.info.weight_format == used
+        with open_transport([connection]) as transport:
+            for num_tokens in (3, 20):
+                step = make_step(manifest, num_tokens)
+                got = transport.wait(transport.submit(step.layer, step.x, step.topk_ids, step.topk_weights))
+                np.testing.assert_array_equal(got, expected_sum(manifest, [plans[1]], step))
+        # Files of the other layout have units of another length.
+        other = replace(plans[1], scale_layout="block", weight_format=stored)
+        with pytest.raises(ProtocolError, match=r"unit bytes of layer 1: got \d+, expected \d+"):
+            connect(worker.address, other)
 
 
 def test_a_copy_of_what_is_stored(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def plan_of(hidden_size: int, intermediate_size: int, top_k: int, stripes: int, 
     return WorkerPlan(
         model_hash="",
         format="fp9",
+        scale_layout="block",
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_experts=64,

@@ -27,8 +27,8 @@ constexpr size_t kPanelRowBytes = kBf16Pairs * sizeof(uint32_t);
 constexpr size_t kTileRowBytes = kBf16Lanes * sizeof(uint32_t);
 constexpr uint32_t kTileRows = kBf16RowBlock;
 
-void add_scaled(const float* sums, float scale, float* to) {
-  const __m512 scaled = _mm512_fmadd_ps(_mm512_load_ps(sums), _mm512_set1_ps(scale), _mm512_loadu_ps(to));
+void add_scaled(const float* sums, const float* scales, float* to) {
+  const __m512 scaled = _mm512_fmadd_ps(_mm512_load_ps(sums), _mm512_loadu_ps(scales), _mm512_loadu_ps(to));
   _mm512_storeu_ps(to, scaled);
 }
 
@@ -73,8 +73,8 @@ void multiply(const uint32_t* panel, const uint32_t* tile, uint32_t num_pairs, c
     for (uint32_t row = 0; row < 2 * kTileRows && first + row < num_rows; ++row) {
       const uint32_t block = row / kTileRows * 2, in_block = row % kTileRows;
       float* to = out[first + row];
-      add_scaled(sums[block][in_block], scales[0], to);
-      add_scaled(sums[block + 1][in_block], scales[1], to + kStripeChannels);
+      add_scaled(sums[block][in_block], scales, to);
+      add_scaled(sums[block + 1][in_block], scales + kStripeChannels, to + kStripeChannels);
     }
   }
 }

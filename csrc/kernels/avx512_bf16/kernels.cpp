@@ -100,13 +100,13 @@ void multiply_rows(const uint32_t* panel, const uint32_t* tile, uint32_t num_pai
       sums[row][1] = _mm512_dpbf16_ps(sums[row][1], second, values);
     }
   }
+  const __m512 factors[2] = {_mm512_loadu_ps(scales), _mm512_loadu_ps(scales + kStripeChannels)};
 #pragma GCC unroll 16
   for (uint32_t row = 0; row < kRows; ++row) {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       float* to = out[row] + half * kStripeChannels;
-      _mm512_storeu_ps(to,
-                       _mm512_fmadd_ps(sums[row][half], _mm512_set1_ps(scales[half]), _mm512_loadu_ps(to)));
+      _mm512_storeu_ps(to, _mm512_fmadd_ps(sums[row][half], factors[half], _mm512_loadu_ps(to)));
     }
   }
 }

@@ -77,7 +77,7 @@ void dot_products(const Stream& stream, int part, const float* x, float* dots) {
                               x + record * kRecordRows, sums);
       }
       const uint8_t* scales = stream.scales[part];
-      const float scale = scales ? load_f32(scales, first / kRecordsPerBlock) * sum_postscale(kFormat) : 1.0f;
+      const float scale = (scales ? load_f32(scales, first / kRecordsPerBlock) : 1) * sum_postscale(kFormat);
       for (int lane = 0; lane < kStripeChannels; ++lane) part_sums[lane] += sums.total(lane) * scale;
     }
     for (int lane = 0; lane < kStripeChannels; ++lane) dots[lane] += part_sums[lane];
@@ -93,18 +93,21 @@ void dots(const Stream& stream, const float* const* x, uint32_t num_rows, float*
   }
 }
 
-template <WeightFormat kFormat>
+template <WeightFormat kFormat, ScaleLayout kLayout>
 void down(const uint8_t* records, const uint8_t* scales, const float* const* activations, float* const* y,
           uint32_t num_rows, uint32_t first_record, uint32_t end_record, const uint8_t*, uint32_t) {
   for (uint32_t record = first_record; record < end_record; ++record) {
-    const float scale = load_f32(scales, record / kRecordsPerBlock) * sum_postscale(kFormat);
     for (int tile = 0; tile < 2; ++tile) {
       for (uint32_t row = 0; row < num_rows; ++row) {
         Sums sums;
         add_products<kFormat>(records + record * record_bytes(kFormat), tile * kStripeChannels,
                               kStripeChannels, activations[row], sums);
-        float* out = y[row] + record * kRecordRows + tile * kStripeChannels;
-        for (int lane = 0; lane < kStripeChannels; ++lane) out[lane] += sums.total(lane) * scale;
+        const uint32_t output = record * kRecordRows + tile * kStripeChannels;
+        for (int lane = 0; lane < kStripeChannels; ++lane) {
+          const uint32_t scale = kLayout == ScaleLayout::kChannel ? output + lane : record / kRecordsPerBlock;
+          const float factor = load_f32(scales, scale) * sum_postscale(kFormat);
+          y[row][output + lane] += sums.total(lane) * factor;
+        }
       }
     }
   }
@@ -150,7 +153,7 @@ void multiply(const float* panel, const float* tile, uint32_t half_rows, const f
       }
     }
     for (uint32_t lane = 0; lane < kTileLanes; ++lane) {
-      out[row][lane] += (even[lane] + odd[lane]) * scales[lane / kStripeChannels];
+      out[row][lane] += (even[lane] + odd[lane]) * scales[lane];
     }
   }
 }
@@ -175,7 +178,11 @@ void activate(const float* dots, float weight, float prescale, uint32_t num_chan
 
 template <WeightFormat kFormat>
 constexpr FormatKernels format_kernels() {
-  return {&dots<kFormat, 1>, &dots<kFormat, 2>, &down<kFormat>, &tile_of_streams<kFormat>,
+  return {&dots<kFormat, 1>,
+          &dots<kFormat, 2>,
+          &down<kFormat, ScaleLayout::kBlock>,
+          &down<kFormat, ScaleLayout::kChannel>,
+          &tile_of_streams<kFormat>,
           &tile_of_down<kFormat>};
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from duckllm.config import FORMAT_CHOICES, WEIGHT_FORMATS, WIRE_DTYPES
+from duckllm.config import FORMAT_CHOICES, SCALE_LAYOUTS, WEIGHT_FORMATS, WIRE_DTYPES
 from duckllm.errors import ProtocolError, show_value
 from duckllm.weights.json_values import is_plain_name, is_sha256
 
@@ -36,6 +36,7 @@ class WorkerPlan:
     Args:
         model_hash: The converted model's hash, for messages.
         format: Weight format of the files, ``"fp9"`` or ``"fp8"``.
+        scale_layout: Layout of the scales in them, ``"block"`` or ``"channel"``.
         hidden_size: H.
         intermediate_size: I of a whole expert.
         num_experts: E.
@@ -54,6 +55,7 @@ class WorkerPlan:
 
     model_hash: str
     format: str
+    scale_layout: str
     hidden_size: int
     intermediate_size: int
     num_experts: int
@@ -95,6 +97,7 @@ class WorkerPlan:
             _check(name, value[name], "a text", isinstance(value[name], str) and len(value[name]) <= 4096)
         for name, known in (
             ("format", WEIGHT_FORMATS),
+            ("scale_layout", SCALE_LAYOUTS),
             ("wire_dtype", WIRE_DTYPES),
             ("reply_dtype", WIRE_DTYPES),
             ("weight_format", FORMAT_CHOICES),

@@ -61,6 +61,7 @@ class LocalExperts:
             num_stripes=manifest.num_stripes,
             num_layers=len(files),
             num_threads=num_threads,
+            scale_layout=manifest.scale_layout,
         )
         stored = {layer: file.units for layer, file in files.items()}
         choice, self._units = load_units(part, stored, manifest.format, weight_format)
@@ -78,6 +79,7 @@ class LocalExperts:
             isa,
             self.weight_format,
             prefill=prefill,
+            scale_layout=manifest.scale_layout,
         )
 
     @property

@@ -91,6 +91,7 @@ def plan_workers(
         WorkerPlan(
             model_hash=manifest.model_hash,
             format=manifest.format,
+            scale_layout=manifest.scale_layout,
             hidden_size=manifest.hidden_size,
             intermediate_size=manifest.moe_intermediate_size,
             num_experts=manifest.num_experts,

@@ -41,6 +41,7 @@ class ExpertSlice:
         num_stripes: S, stripes of the slice.
         num_layers: Layers.
         num_threads: Compute threads.
+        scale_layout: Layout of its scales, ``"block"`` or ``"channel"``.
     """
 
     hidden_size: int
@@ -51,10 +52,15 @@ class ExpertSlice:
     num_stripes: int
     num_layers: int
     num_threads: int
+    scale_layout: str = "block"
+
+    def unit_bytes(self, weight_format: str) -> int:
+        """Bytes of one unit in a format."""
+        return unit_bytes(self.hidden_size, weight_format, self.scale_layout)
 
     def layer_bytes(self, weight_format: str) -> int:
         """Bytes of one layer of the slice in a format."""
-        return self.num_experts * self.num_stripes * unit_bytes(self.hidden_size, weight_format)
+        return self.num_experts * self.num_stripes * self.unit_bytes(weight_format)
 
     def num_bytes(self, weight_format: str) -> int:
         """Bytes of the slice in a format."""
@@ -130,7 +136,7 @@ def load_units(
         check_stop: Called before each copy; raises to give up.
         copy: Copy what is used as stored, too.
 
-    Shapes: units: [E, S, unit_bytes(H, format)] u8.
+    Shapes: units: [E, S, part.unit_bytes(format)] u8.
 
     Raises:
         WeightFormatError: The requested copy does not fit, or the units hold what no finite e4m3 value is
@@ -160,7 +166,9 @@ def load_units(
                 )
             reason = f"{stored} as stored, as others took the memory of a copy in {choice.format}"
             return FormatChoice(stored, reason), dict(layers)
-        copies[layer] = recode_units(units, part.hidden_size, stored, choice.format, part.num_threads)
+        copies[layer] = recode_units(
+            units, part.hidden_size, stored, choice.format, part.num_threads, part.scale_layout
+        )
     return choice, copies
 
 
@@ -176,18 +184,18 @@ def measure_formats(part: ExpertSlice, units: U8, stored: str, other: str) -> di
         stored: Their format.
         other: The format to compare with.
 
-    Shapes: units: [E, S, unit_bytes(H, stored)] u8.
+    Shapes: units: [E, S, part.unit_bytes(stored)] u8.
 
     Raises:
         WeightFormatError: The units hold what no finite e4m3 value is stored as.
     """
-    sample_units = max(1, _SAMPLE_BYTES // unit_bytes(part.hidden_size, stored))
+    sample_units = max(1, _SAMPLE_BYTES // part.unit_bytes(stored))
     experts = min(part.top_k, sample_units)
     stripes = min(part.num_stripes, sample_units // experts)
     sample = units[:experts, :stripes]
     samples = {
         stored: sample,
-        other: recode_units(sample, part.hidden_size, stored, other, part.num_threads),
+        other: recode_units(sample, part.hidden_size, stored, other, part.num_threads, part.scale_layout),
     }
     kernels = {
         name: _native.Experts(
@@ -202,6 +210,7 @@ def measure_formats(part: ExpertSlice, units: U8, stored: str, other: str) -> di
             spin_us=0,
             format=name,
             pin_threads=True,
+            scale_layout=part.scale_layout,
         )
         for name in samples
     }

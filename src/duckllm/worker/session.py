@@ -153,6 +153,7 @@ class Sessions:
             plan.num_stripes,
             num_layers=len(plan.layers),
             num_threads=self._config.resolved_threads,
+            scale_layout=plan.scale_layout,
         )
         requested = self._config.weight_format
         if requested == "auto":
@@ -173,6 +174,7 @@ class Sessions:
             format=choice.format,
             pin_threads=self._config.resolved_pin,
             prefill=self._config.prefill,
+            scale_layout=plan.scale_layout,
         )
         for layer, units in layers.items():
             server.add_layer(layer, units)
