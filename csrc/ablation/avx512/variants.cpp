@@ -16,7 +16,7 @@ struct Fp9Base {
   static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kFp9);
   static constexpr float kPostscale = sum_postscale(WeightFormat::kFp9);
   static DUCK_INLINE __m512i magnitudes(const uint8_t* record, int pair) {
-    return _mm512_maddubs_epi16(Production::load_rows(record, pair), Production::factors(pair));
+    return _mm512_maddubs_epi16(Production::Words::load_rows(record, pair), Production::Words::factors(pair));
   }
 };
 
