@@ -11,7 +11,7 @@ import pytest
 
 # ARCHITECTURE.md, section 3: imports point down this list only.
 ORDER = [
-    "__main__", "cli", "bench", "llm", "assembly", "engine", "models", "layers", "moe", "transport",
+    "__main__", "cli", "bench", "llm", "plan", "assembly", "engine", "models", "layers", "moe", "transport",
     "worker", "cluster", "weights", "demo", "text", "outputs", "sampling_params", "config",
     "prefill", "errors",
 ]  # fmt: skip

@@ -18,6 +18,8 @@ from duckllm import __version__
 from duckllm.cli import chat as chat_verb
 from duckllm.cli.bench import bench
 from duckllm.cli.convert import convert
+from duckllm.cli.inspect import inspect
+from duckllm.cli.plan import plan
 from duckllm.cli.terminal import printable
 from duckllm.cli.worker import worker
 from duckllm.errors import DuckError
@@ -56,6 +58,19 @@ Examples:
   duckllm convert /checkpoints/mine /models/mine --verify
 """
 
+_INSPECT_EXAMPLES = """\b
+Examples:
+  duckllm inspect /checkpoints/DeepSeek-V3.2
+  duckllm inspect /models/mine --json
+"""
+
+_PLAN_EXAMPLES = """\b
+Examples:
+  duckllm plan /checkpoints/Qwen3-30B-A3B
+  duckllm plan /models/mine --workers 8 --memory 16
+  duckllm plan /models/mine --memory 16,16,32 --max-model-len 32768
+"""
+
 _WORKER_EXAMPLES = """\b
 Examples:
   duckllm worker
@@ -64,6 +79,8 @@ Examples:
 
 app.command("chat", epilog=chat_verb.EXAMPLES)(chat_verb.chat)
 app.command("convert", epilog=_CONVERT_EXAMPLES)(convert)
+app.command("inspect", epilog=_INSPECT_EXAMPLES)(inspect)
+app.command("plan", epilog=_PLAN_EXAMPLES)(plan)
 app.command("worker", epilog=_WORKER_EXAMPLES)(worker)
 app.add_typer(bench)
 

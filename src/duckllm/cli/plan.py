@@ -1,0 +1,175 @@
+"""``duckllm plan``: which node would hold what, before anything is loaded.
+
+Mounted by cli/main.py, which turns errors of ours into one line and an exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from duckllm.cli.common import Waiting
+from duckllm.config import WEIGHT_FORMATS
+from duckllm.errors import ConfigError, InWords
+
+if TYPE_CHECKING:
+    from duckllm.plan import ClusterPlan
+
+_GIB = 1 << 30
+_SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*(?:g|gb|gib)?", re.IGNORECASE)
+_DEFAULT_CONTEXT = 8192
+
+
+def plan(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="Converted model, checkpoint folder, or a folder with config.json alone.",
+            show_default=False,
+            readable=False,
+        ),
+    ],
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Number of equal nodes; without it the fewest that fit.", show_default=False),
+    ] = None,
+    memory: Annotated[str, typer.Option(help="Memory of a node in GiB, or of each node: 16,16,32.")] = "16",
+    weight_format: Annotated[
+        str,
+        typer.Option("--format", help="Format of the experts: fp9 or fp8; by default the model's, or fp9."),
+    ] = "",
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Tokens of the KV cache; {_DEFAULT_CONTEXT} or the model's most.", show_default=False
+        ),
+    ] = None,
+    max_step_tokens: Annotated[int, typer.Option(help="Most tokens in one step.")] = 256,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.")] = False,
+) -> None:
+    """Say which node would hold what, and what the host needs. An error where it does not fit.
+
+    Each node's system keeps 1 GiB of its memory. Uneven nodes get shares of the weights in proportion to what
+    they have.
+    """
+    from duckllm.models.inspection import inspect_model
+    from duckllm.plan import fewest_nodes, plan_cluster
+
+    sizes = _parse_memory(memory)
+    if len(sizes) > 1 and workers not in (None, len(sizes)):
+        raise ConfigError("workers", workers, f"{len(sizes)}, as memory lists as many nodes")
+    for field, value in (("workers", workers), ("max_step_tokens", max_step_tokens)):
+        if value is not None and value < 1:
+            raise ConfigError(field, value, "a number of at least 1")
+    with Waiting(f"Reading {path}"):
+        model = inspect_model(path.expanduser())
+    chosen = _parse_format(weight_format, model.weight_format)
+    longest = model.max_position_embeddings
+    length = min(_DEFAULT_CONTEXT, longest) if max_model_len is None else max_model_len
+    if not 1 <= length <= longest:
+        raise ConfigError("max_model_len", length, f"1 to {longest}, the model's longest context")
+    if len(sizes) == 1 and workers is None:
+        made = fewest_nodes(
+            model,
+            sizes[0],
+            weight_format=chosen,
+            max_model_len=length,
+            max_step_tokens=max_step_tokens,
+        )
+    else:
+        made = plan_cluster(
+            model,
+            sizes if len(sizes) > 1 else sizes * (workers or 1),
+            weight_format=chosen,
+            max_model_len=length,
+            max_step_tokens=max_step_tokens,
+        )
+    facts = facts_of(str(path), made)
+    print(json.dumps(facts) if as_json else describe(facts))
+    if not made.fits:
+        count, short = len(made.nodes), sum(not node.fits for node in made.nodes)
+        most = max(node.need_bytes for node in made.nodes)
+        raise ConfigError(
+            "memory",
+            InWords(f"{memory} GiB"),
+            f"at least {most / _GIB + 1:.1f} GiB on each of {count} nodes, or more nodes",
+            f"it is too little on {short} of {count}",
+        )
+
+
+def _parse_memory(text: str) -> list[int]:
+    parts = [_SIZE.fullmatch(part.strip()) for part in text.split(",")]
+    sizes = [float(match.group(1)) for match in parts if match is not None]
+    if len(sizes) != len(parts) or not all(sizes):
+        raise ConfigError("memory", text, "GiB of a node, or of each: 16 or 16,16,32")
+    return [int(size * _GIB) for size in sizes]
+
+
+def _parse_format(asked: str, held: str | None) -> str:
+    """A worker may compute in the other format, on a copy; what it maps is what was converted."""
+    if asked and asked not in WEIGHT_FORMATS:
+        raise ConfigError("format", asked, "one of " + ", ".join(WEIGHT_FORMATS))
+    return asked or held or WEIGHT_FORMATS[0]
+
+
+def facts_of(path: str, plan: ClusterPlan) -> dict[str, Any]:
+    """The plan as plain values."""
+    return {
+        "model": path,
+        "format": plan.weight_format,
+        "max_model_len": plan.max_model_len,
+        "fits": plan.fits,
+        "expert_bytes_per_token": plan.read_bytes,
+        "host": {
+            "weight_bytes": plan.host_weight_bytes,
+            "kv_cache_bytes": plan.kv_cache_bytes,
+            "need_bytes": plan.host_bytes,
+        },
+        "workers": [
+            {
+                "worker": node.worker,
+                "stripes": node.num_stripes,
+                "weight_bytes": node.weight_bytes,
+                "buffer_bytes": node.buffer_bytes,
+                "need_bytes": node.need_bytes,
+                "have_bytes": node.have_bytes,
+                "fits": node.fits,
+            }
+            for node in plan.nodes
+        ],
+    }
+
+
+def describe(facts: dict[str, Any]) -> str:
+    """The plan for people: equal rows are one."""
+    lines = [
+        f"{facts['model']}: experts in {facts['format']}, {facts['expert_bytes_per_token'] / 1e9:.2f} GB of "
+        f"them read for each token, over {len(facts['workers'])} nodes",
+        "",
+        f"{'worker':<12}{'stripes':>10}{'weights':>12}{'buffers':>12}{'need':>12}{'have':>12}",
+    ]
+    rows: list[tuple[int, int, dict[str, Any]]] = []
+    for worker in facts["workers"]:
+        same = {**worker, "worker": None}
+        if rows and rows[-1][2] == same:
+            rows[-1] = (rows[-1][0], worker["worker"], same)
+        else:
+            rows.append((worker["worker"], worker["worker"], same))
+    for first, last, row in rows:
+        name = str(first) if first == last else f"{first} to {last}"
+        cells = "".join(
+            f"{row[field] / _GIB:>8.2f} GiB"
+            for field in ("weight_bytes", "buffer_bytes", "need_bytes", "have_bytes")
+        )
+        lines.append(f"{name:<12}{row['stripes']:>10}{cells}" + ("" if row["fits"] else "  too little"))
+    host = facts["host"]
+    lines += [
+        "",
+        f"host: {host['need_bytes'] / _GIB:.2f} GiB: {host['weight_bytes'] / _GIB:.2f} GiB of weights, "
+        f"{host['kv_cache_bytes'] / _GIB:.2f} GiB of KV cache for {facts['max_model_len']} tokens",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,265 @@
+"""What a model is and what it weighs, from its configuration and the headers of its files alone.
+
+Called by ``duckllm inspect`` and by the planner. Takes a converted model, a checkpoint, or a folder with
+nothing but ``config.json``; reads no weights. What the host keeps of a tensor is what the layers of
+:mod:`duckllm.layers` make of it on a CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from duckllm.errors import ModelNotFoundError
+from duckllm.weights.architectures import layout_of
+from duckllm.weights.checkpoint import FP8, Checkpoint, load_json
+from duckllm.weights.e4m3 import SCALE_BLOCK, ceil_div
+from duckllm.weights.files import model_errors
+from duckllm.weights.formats import num_stripes, unit_bytes
+from duckllm.weights.layout import PROJECTIONS, ConfigReader, ModelLayout
+from duckllm.weights.manifest import MANIFEST_FILE, Manifest
+from duckllm.weights.safetensors_file import DTYPE_BYTES, TensorInfo, read_header
+
+# The host's tensors by the first of these that a name holds.
+_PARTS = (
+    ("embed_tokens", "embedding"),
+    ("lm_head", "head"),
+    ("self_attn", "attention"),
+    (".gate.", "router"),
+    ("shared_expert", "shared expert"),
+    ("proj.weight", "dense MLP"),
+    ("", "norms"),
+)
+MTP = "multi-token prediction"
+ORDER = ("embedding", "attention", "dense MLP", "shared expert", "router", "norms", "head", MTP)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of what the host computes with.
+
+    Args:
+        name: One of :data:`ORDER`.
+        num_weights: Numbers in its tensors, scales not counted.
+        stored_bytes: In the files, scales included.
+        loaded_bytes: In a CPU host's memory; 0 for what it does not load.
+        read_bytes: Read for each token.
+    """
+
+    name: str
+    num_weights: int
+    stored_bytes: int
+    loaded_bytes: int
+    read_bytes: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A model, from outside.
+
+    Args:
+        folder: Where it lies.
+        kind: ``"converted"``, ``"checkpoint"`` or ``"configuration"``.
+        layout: Its shape.
+        num_hidden_layers: Layers that a token passes.
+        dtypes: Types of the stored expert weights; of a configuration alone, what it says.
+        scale_layout: Which weights of an expert share a scale, ``"block"`` or ``"channel"``.
+        weight_format: The format of a converted model's experts, else None.
+        parts: The host's part, in :data:`ORDER`.
+        max_position_embeddings: Its longest context.
+        cache_elements_per_token: Numbers that the KV cache holds for one token.
+    """
+
+    folder: Path
+    kind: str
+    layout: ModelLayout
+    num_hidden_layers: int
+    dtypes: tuple[str, ...]
+    scale_layout: str
+    weight_format: str | None
+    parts: tuple[Part, ...]
+    max_position_embeddings: int
+    cache_elements_per_token: int
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with routed experts that a token passes."""
+        return sum(layer < self.num_hidden_layers for layer in self.layout.moe_layers)
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """Layers of multi-token prediction."""
+        return self.layout.num_layers - self.num_hidden_layers
+
+    @property
+    def num_stripes(self) -> int:
+        """Stripes of a whole expert."""
+        return num_stripes(self.layout.moe_intermediate_size)
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of one expert."""
+        return 3 * self.layout.hidden_size * self.layout.moe_intermediate_size
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of the model, those of multi-token prediction not counted."""
+        host = sum(part.num_weights for part in self.parts if part.name != MTP)
+        return host + self.num_moe_layers * self.layout.num_experts * self.expert_weights
+
+    @property
+    def active_weights(self) -> int:
+        """Weights that one token is multiplied with, or picked from, the embedding not counted."""
+        host = sum(part.num_weights for part in self.parts if part.name not in (MTP, "embedding"))
+        return host + self.num_moe_layers * self.layout.num_experts_per_tok * self.expert_weights
+
+    def stripe_bytes(self, weight_format: str) -> int:
+        """Bytes of one stripe of every expert of every layer that a token passes."""
+        unit = unit_bytes(self.layout.hidden_size, weight_format, self.scale_layout)
+        return self.num_moe_layers * self.layout.num_experts * unit
+
+    def expert_bytes(self, weight_format: str) -> int:
+        """Bytes of all experts that the workers hold."""
+        return self.num_stripes * self.stripe_bytes(weight_format)
+
+    def expert_read_bytes(self, weight_format: str) -> int:
+        """Bytes of experts that one token reads, over all workers."""
+        return self.expert_bytes(weight_format) * self.layout.num_experts_per_tok // self.layout.num_experts
+
+
+def inspect_model(folder: Path) -> Inspection:
+    """What lies in a folder.
+
+    Raises:
+        ModelNotFoundError: No such folder, or no config.json in it.
+        UnsupportedModelError: The architecture, or a feature of it, is not implemented.
+        ModelError: A file is malformed.
+    """
+    with model_errors(folder):
+        if not folder.is_dir():
+            raise ModelNotFoundError(f"{folder}: no such folder")
+        if not (folder / "config.json").is_file():
+            raise ModelNotFoundError(f"{folder}: got no config.json, expected a model folder")
+        is_converted = (folder / MANIFEST_FILE).is_file()
+        has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json"))
+    config = load_json(folder / "config.json")
+    if is_converted:
+        return _inspect_converted(folder, config)
+    if has_weights:
+        tensors = Checkpoint.open(folder).tensors
+        return _inspection(folder, "checkpoint", config, layout_of(config, tensors), tensors)
+    assumed = _assumed_mtp(folder, config)
+    layout = layout_of(config, assumed)
+    return _inspection(folder, "configuration", config, layout, _assumed_tensors(folder, config, layout))
+
+
+def _inspect_converted(folder: Path, config: Mapping[str, Any]) -> Inspection:
+    manifest = Manifest.load(folder)
+    manifest.check_config()
+    tensors: dict[str, TensorInfo] = {}
+    for file in manifest.host_files:
+        tensors |= read_header(folder / file)
+    return _inspection(folder, "converted", config, layout_of(config, tensors), tensors, manifest)
+
+
+def _inspection(
+    folder: Path,
+    kind: str,
+    config: Mapping[str, Any],
+    layout: ModelLayout,
+    tensors: Mapping[str, TensorInfo],
+    manifest: Manifest | None = None,
+) -> Inspection:
+    from duckllm.models.registry import load_config  # and torch with it
+
+    parsed = load_config(folder)
+    num_layers = ConfigReader(config).positive("num_hidden_layers")
+    if manifest is not None:
+        dtypes = {str(manifest.source.get("dtype", ""))}
+    else:
+        experts = [name for name in tensors if layout.is_expert_tensor(name) and not _is_scale(name)]
+        dtypes = {tensors[name].dtype for name in experts}
+    return Inspection(
+        folder=folder,
+        kind=kind,
+        layout=layout,
+        num_hidden_layers=num_layers,
+        dtypes=tuple(sorted(dtypes)),
+        scale_layout=manifest.scale_layout if manifest is not None else "block",
+        weight_format=manifest.format if manifest is not None else None,
+        parts=_parts(layout, tensors.values(), num_layers),
+        max_position_embeddings=parsed.max_position_embeddings,
+        cache_elements_per_token=parsed.cache_elements_per_token,
+    )
+
+
+def _parts(layout: ModelLayout, tensors: Iterable[TensorInfo], num_layers: int) -> tuple[Part, ...]:
+    sums = {name: [0, 0, 0, 0] for name in ORDER}
+    for info in tensors:
+        if layout.is_expert_tensor(info.name):
+            continue
+        layer = layout.layer_of(info.name)
+        is_mtp = layer is not None and layer >= num_layers
+        name = MTP if is_mtp else _part_of(info.name)
+        loaded = 0 if is_mtp else _loaded_bytes(info, name)
+        entry = sums[name]
+        entry[0] += 0 if _is_scale(info.name) else math.prod(info.shape)
+        entry[1] += info.num_bytes
+        entry[2] += loaded
+        entry[3] += 0 if name == "embedding" else loaded
+    return tuple(Part(name, *values) for name, values in sums.items() if values[1])
+
+
+def _part_of(name: str) -> str:
+    return next(part for text, part in _PARTS if text in name)
+
+
+def _is_scale(name: str) -> bool:
+    return "scale" in name.rpartition(".")[2]
+
+
+def _loaded_bytes(info: TensorInfo, part: str) -> int:
+    """What a CPU host keeps of a tensor: native layouts of FP8 and BF16 matrices, everything else as f32."""
+    is_matrix = len(info.shape) == 2 and part not in ("router", "norms")
+    # MLA multiplies with both halves of this one itself, in f32.
+    if part == "embedding" or (
+        is_matrix and info.dtype in (FP8, "BF16") and not info.name.endswith("kv_b_proj.weight")
+    ):
+        return info.num_bytes
+    return 4 * math.prod(info.shape)
+
+
+def _assumed_mtp(folder: Path, config: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """A name in each layer of multi-token prediction that the configuration speaks of."""
+    read = ConfigReader(config)
+    first = read.positive("num_hidden_layers")
+    names = (
+        f"model.layers.{first + n}.enorm.weight" for n in range(read.count("num_nextn_predict_layers", 0))
+    )
+    return {name: TensorInfo(name, "BF16", (), folder, 0, 0) for name in names}
+
+
+def _assumed_tensors(folder: Path, config: Mapping[str, Any], layout: ModelLayout) -> dict[str, TensorInfo]:
+    """Tensors as checkpoints have them: BF16, or for matrices FP8 in 128 x 128 blocks."""
+    is_fp8 = config.get("quantization_config") is not None
+    wide = {"float32": "F32", "float16": "F16"}.get(
+        str(config.get("dtype") or config.get("torch_dtype")), "BF16"
+    )
+    found = {}
+    for name, shape in layout.host_shapes.items():
+        part = _part_of(name)
+        kept_wide = part in ("embedding", "head", "router", "norms") or name.endswith("weights_proj.weight")
+        dtype = FP8 if is_fp8 and len(shape) == 2 and not kept_wide else wide
+        found[name] = TensorInfo(name, dtype, shape, folder, 0, math.prod(shape) * DTYPE_BYTES[dtype])
+        if dtype == FP8:
+            scales = (ceil_div(shape[0], SCALE_BLOCK), ceil_div(shape[1], SCALE_BLOCK))
+            found[name + "_scale_inv"] = TensorInfo(
+                name + "_scale_inv", "F32", scales, folder, 0, 4 * math.prod(scales)
+            )
+    if layout.moe_layers:
+        name = layout.expert_weight(layout.moe_layers[0], 0, PROJECTIONS[0])
+        found[name] = TensorInfo(name, FP8 if is_fp8 else wide, (0, 0), folder, 0, 0)
+    return found

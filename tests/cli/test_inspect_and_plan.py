@@ -1,0 +1,88 @@
+"""duckllm inspect and duckllm plan, as commands."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from duckllm.cli.main import app
+from duckllm.errors import ConfigError
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
+
+
+def test_inspect_tells_everything_as_json(demo_folder: Path) -> None:
+    facts = json.loads(run("inspect", demo_folder, "--json"))
+    assert facts["architecture"] == "DeepseekV32ForCausalLM"
+    assert (facts["kind"], facts["format"], facts["stripes"]) == ("converted", "fp9", 8)
+    assert list(facts["experts_by_format"]) == ["fp9"]
+    sizes = facts["experts_by_format"]["fp9"]["bytes_by_nodes"]
+    assert list(sizes) == ["1", "2", "4", "8"]
+    assert sorted(sizes.values(), reverse=True) == list(sizes.values())
+    assert facts["host"]["embedding"]["bytes_per_token"] == 0
+    assert facts["kv_cache_bytes_per_token"] == 4 * 6 * (64 + 16 + 32)
+
+
+def test_inspect_tells_people_the_same(demo_folder: Path, demo_checkpoint: Path) -> None:
+    text = run("inspect", demo_folder)
+    assert "6 layers and 1 of multi-token prediction, 5 with 32 experts, 4 for each token" in text
+    assert "converted model, experts in fp9" in text
+    rows = re.findall(r"^(embedding|attention|dense MLP|together) +([0-9.]+) M", text, re.MULTILINE)
+    assert [name for name, _ in rows] == ["embedding", "attention", "dense MLP", "together"]
+    assert "checkpoint, experts in F8_E4M3" in run("inspect", demo_checkpoint)
+
+
+def test_plan_finds_the_fewest_nodes(demo_folder: Path) -> None:
+    facts = json.loads(run("plan", demo_folder, "--memory", "16", "--json"))
+    assert facts["fits"] is True
+    assert [worker["stripes"] for worker in facts["workers"]] == [8]
+    assert (facts["format"], facts["max_model_len"]) == ("fp9", 4096)
+
+
+def test_plan_gives_uneven_nodes_uneven_shares(demo_folder: Path) -> None:
+    facts = json.loads(run("plan", demo_folder, "--memory", "2,4GB", "--format", "fp8", "--json"))
+    assert [worker["stripes"] for worker in facts["workers"]] == [2, 6]
+    assert facts["format"] == "fp8"
+    text = run("plan", demo_folder, "--workers", "3", "--memory", "4")
+    assert re.search(r"^0 to 1 +3 ", text, re.MULTILINE)
+    assert re.search(r"^2 +2 ", text, re.MULTILINE)
+
+
+def test_plan_that_does_not_fit_shows_its_table_and_is_refused(demo_folder: Path) -> None:
+    result = CliRunner().invoke(app, ["plan", str(demo_folder), "--workers", "2", "--memory", "1.01"])
+    assert isinstance(result.exception, ConfigError)
+    assert "too little" in result.stdout
+    assert "memory: got 1.01 GiB, expected at least 1." in str(result.exception)
+    assert "on each of 2 nodes, or more nodes (it is too little on 2 of 2)" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory", "many"], "memory: got 'many', expected GiB of a node, or of each"),
+        (["--memory", "0"], "memory: got '0'"),
+        (["--memory", "16,"], "memory: got '16,'"),
+        (
+            ["--memory", "16,16", "--workers", "3"],
+            "workers: got 3, expected 2, as memory lists",
+        ),
+        (["--workers", "0"], "workers: got 0, expected a number of at least 1"),
+        (["--workers", "9"], "workers: got 9, expected 1 to 8"),
+        (["--format", "int4"], "format: got 'int4', expected one of fp9, fp8"),
+        (["--max-model-len", "9999"], "max_model_len: got 9999, expected 1 to 4096, the model's longest"),
+        (["--max-step-tokens", "0"], "max_step_tokens: got 0"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(demo_folder: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run("plan", demo_folder, *arguments)
+    assert message in str(caught.value)

@@ -1,0 +1,75 @@
+"""Plans before anything is loaded: shares, what is counted, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from duckllm.errors import ConfigError
+from duckllm.models.inspection import Inspection, inspect_model
+from duckllm.plan import GIB, SYSTEM_BYTES, WORKER_PROCESS_BYTES, ClusterPlan, fewest_nodes, plan_cluster
+
+STRIPES = 8  # of the demo model
+REST = {"weight_format": "fp9", "max_model_len": 100, "max_step_tokens": 16}
+
+
+@pytest.fixture(scope="module")
+def model(demo_folder: Path) -> Inspection:
+    return inspect_model(demo_folder)
+
+
+def plan(model: Inspection, *sizes: float) -> ClusterPlan:
+    return plan_cluster(model, [int(size) for size in sizes], **REST)
+
+
+def test_slices_cover_every_stripe_once(model: Inspection) -> None:
+    made = plan(model, *[4 * GIB] * 3)
+    assert [node.num_stripes for node in made.nodes] == [3, 3, 2]
+    assert sum(node.weight_bytes for node in made.nodes) == model.expert_bytes("fp9")
+    assert [node.weight_bytes * STRIPES for node in made.nodes] == [
+        node.num_stripes * model.expert_bytes("fp9") for node in made.nodes
+    ]
+
+
+def test_shares_follow_what_nodes_have_left(model: Inspection) -> None:
+    made = plan(model, SYSTEM_BYTES + GIB, SYSTEM_BYTES + 3 * GIB)
+    assert [node.num_stripes for node in made.nodes] == [2, 6]
+    assert [node.have_bytes for node in made.nodes] == [GIB, 3 * GIB]
+
+
+def test_what_a_worker_needs_is_all_counted(model: Inspection) -> None:
+    [node] = plan(model, 4 * GIB).nodes
+    buffers = node.buffer_bytes - WORKER_PROCESS_BYTES - node.weight_bytes // 512
+    assert 0 < buffers < 4_000_000
+    longer = plan_cluster(model, [4 * GIB], **{**REST, "max_step_tokens": 32}).nodes[0]
+    assert longer.buffer_bytes > node.buffer_bytes
+    assert node.need_bytes == node.weight_bytes + node.buffer_bytes
+
+
+def test_it_fits_to_the_byte(model: Inspection) -> None:
+    need = plan(model, 4 * GIB).nodes[0].need_bytes
+    assert plan(model, SYSTEM_BYTES + need).fits
+    assert not plan(model, SYSTEM_BYTES + need - 1).fits
+
+
+def test_the_host_holds_weights_and_cache(model: Inspection) -> None:
+    made = plan(model, 4 * GIB)
+    assert made.kv_cache_bytes == 100 * 4 * model.cache_elements_per_token
+    assert made.host_weight_bytes == sum(part.loaded_bytes for part in model.parts)
+    assert made.host_bytes > made.kv_cache_bytes + made.host_weight_bytes
+
+
+def test_the_fewest_nodes_are_found(model: Inspection) -> None:
+    for nodes in (1, 2, 3, 4, 8):
+        size = SYSTEM_BYTES + max(node.need_bytes for node in plan(model, *[4 * GIB] * nodes).nodes)
+        made = fewest_nodes(model, size, **REST)
+        assert len(made.nodes) == nodes
+        assert made.fits
+    with pytest.raises(ConfigError, match=r"memory: got 1.0 GiB a node, expected at least .* one stripe of every"):
+        fewest_nodes(model, size - 1, **REST)
+
+
+def test_more_nodes_than_stripes_are_refused(model: Inspection) -> None:
+    with pytest.raises(ConfigError, match="workers: got 9, expected 1 to 8"):
+        plan(model, *[4 * GIB] * 9)
