@@ -14,8 +14,8 @@ from duckllm.errors import ConfigError, PromptTooLongError, RequestError
 from duckllm.models.causal_lm import CausalLM
 from duckllm.models.registry import load_config, load_model
 from duckllm.sampling_params import SamplingParams
-from support.checkpoints import write_random_checkpoint
 from support.experts import DictTensors, TorchExperts
+from support.families import deepseek_v32, write_model
 from support.models import greedy
 from support.reference import read_checkpoint
 
@@ -46,7 +46,8 @@ class FailingExperts(TorchExperts):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    write_random_checkpoint(folder, 1, num_hidden_layers=2, index_topk=8, max_position_embeddings=64)
+    small = {"num_hidden_layers": 2, "index_topk": 8, "max_position_embeddings": 64}
+    write_model(folder, deepseek_v32("small", **small), seed=1)
     return folder
 
 

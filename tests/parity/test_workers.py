@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parity.conftest import Case
+from parity.test_deepseek_v32 import SPECS, MakeCase
+from support.families import Case
 from support.models import TOLERANCE, all_logits, build_model, difference, remote_experts
+
+
+@pytest.fixture(params=list(SPECS))
+def case(request: pytest.FixtureRequest, make_case: MakeCase) -> Case:
+    return make_case(SPECS[request.param])
 
 
 def test_logits_equal_the_reference_through_workers(case: Case) -> None:
@@ -15,7 +21,7 @@ def test_logits_equal_the_reference_through_workers(case: Case) -> None:
         model = build_model(case.folder, experts)
         for step_tokens in (96, 7):
             got = difference(all_logits(model, case.token_ids, step_tokens), case.logits)
-            assert got <= TOLERANCE, f"{case.name}: logits differ by {got}"
+            assert got <= TOLERANCE, f"{case.spec.name}: logits differ by {got}"
 
 
 def test_one_worker_gives_the_bits_of_this_process(case: Case) -> None:
@@ -32,6 +38,6 @@ def test_bf16_on_the_wire_stays_close(case: Case, record_property: pytest.Record
     got = difference(logits, case.logits)
     median = float((logits - case.logits).abs().amax(-1).median())
     record_property("max_abs_logits_difference", got)
-    print(f"bf16 wire, {case.name}: largest {got:.3g}, median of positions {median:.3g}")
+    print(f"bf16 wire, {case.spec.name}: largest {got:.3g}, median of positions {median:.3g}")
     assert got > TOLERANCE, "bf16 on the wire must be seen, else it was not used"
     assert median < 0.1 * float(case.logits.std())

@@ -1,13 +1,10 @@
-"""Random tiny checkpoints in the published format: e4m3 weights with 128x128 block scales."""
+"""DeepSeek-V3.2 in miniature as its config.json has it, and e4m3 weights with 128x128 block scales."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 BLOCK = 128
 E4M3_MAX = 448.0
@@ -81,79 +78,3 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     tiles = padded.view(blocks(rows), BLOCK, blocks(columns), BLOCK)
     scale = tiles.abs().amax(dim=(1, 3)) / E4M3_MAX
     return (weight / expand_scales(scale, (rows, columns))).to(torch.float8_e4m3fn), scale
-
-
-class _Writer:
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-        self.tensors: dict[str, torch.Tensor] = {}
-
-    def normal(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator)
-
-    def linear(self, name: str, out: int, inp: int, bias: bool = False, gain: float = 1.0) -> None:
-        weight, scale = quantise(self.normal(out, inp) * (gain * inp**-0.5))
-        self.tensors[f"{name}.weight"], self.tensors[f"{name}.weight_scale_inv"] = weight, scale
-        if bias:
-            self.tensors[f"{name}.bias"] = (self.normal(out) * 0.3).bfloat16()
-
-    def dense(self, name: str, out: int, inp: int, gain: float = 1.0) -> None:
-        self.tensors[f"{name}.weight"] = (self.normal(out, inp) * (gain * inp**-0.5)).bfloat16()
-
-    def norm(self, name: str, size: int) -> None:
-        self.tensors[f"{name}.weight"] = (1 + 0.3 * self.normal(size)).bfloat16()
-
-    def mlp(self, prefix: str, hidden: int, intermediate: int) -> None:
-        self.linear(f"{prefix}.gate_proj", intermediate, hidden, gain=2.0)
-        self.linear(f"{prefix}.up_proj", intermediate, hidden)
-        self.linear(f"{prefix}.down_proj", hidden, intermediate, gain=2.0)
-
-    def attention(self, p: str, c: dict[str, Any]) -> None:
-        hidden, heads, bias = c["hidden_size"], c["num_attention_heads"], c["attention_bias"]
-        query = c["qk_nope_head_dim"] + c["qk_rope_head_dim"]
-        self.linear(f"{p}.q_a_proj", c["q_lora_rank"], hidden, bias)
-        self.norm(f"{p}.q_a_layernorm", c["q_lora_rank"])
-        self.linear(f"{p}.q_b_proj", heads * query, c["q_lora_rank"], gain=2.0)
-        self.linear(f"{p}.kv_a_proj_with_mqa", c["kv_lora_rank"] + c["qk_rope_head_dim"], hidden, bias)
-        self.norm(f"{p}.kv_a_layernorm", c["kv_lora_rank"])
-        self.linear(f"{p}.kv_b_proj", heads * (c["qk_nope_head_dim"] + c["v_head_dim"]), c["kv_lora_rank"])
-        self.linear(f"{p}.o_proj", hidden, heads * c["v_head_dim"], bias, gain=2.0)
-        self.linear(f"{p}.indexer.wq_b", c["index_n_heads"] * c["index_head_dim"], c["q_lora_rank"])
-        self.linear(f"{p}.indexer.wk", c["index_head_dim"], hidden)
-        self.tensors[f"{p}.indexer.k_norm.weight"] = 1 + 0.3 * self.normal(c["index_head_dim"])
-        self.tensors[f"{p}.indexer.k_norm.bias"] = 0.3 * self.normal(c["index_head_dim"])
-        self.dense(f"{p}.indexer.weights_proj", c["index_n_heads"], hidden)
-
-
-def write_random_checkpoint(folder: Path, seed: int, **overrides: Any) -> dict[str, Any]:
-    """Writes a checkpoint whose every tensor is random; returns its configuration."""
-    unknown = set(overrides) - set(BASE_CONFIG)
-    assert not unknown, unknown
-    c = BASE_CONFIG | overrides
-    w = _Writer(seed)
-    hidden = c["hidden_size"]
-    w.dense("model.embed_tokens", c["vocab_size"], hidden, gain=hidden**0.5)
-    if not c["tie_word_embeddings"]:
-        w.dense("lm_head", c["vocab_size"], hidden, gain=3.0)
-    w.norm("model.norm", hidden)
-    for layer in range(c["num_hidden_layers"]):
-        p = f"model.layers.{layer}"
-        w.norm(f"{p}.input_layernorm", hidden)
-        w.norm(f"{p}.post_attention_layernorm", hidden)
-        w.attention(f"{p}.self_attn", c)
-        if layer < c["first_k_dense_replace"]:
-            w.mlp(f"{p}.mlp", hidden, c["intermediate_size"])
-            continue
-        w.dense(f"{p}.mlp.gate", c["n_routed_experts"], hidden)
-        w.tensors[f"{p}.mlp.gate.e_score_correction_bias"] = 0.2 * w.normal(c["n_routed_experts"])
-        for expert in range(c["n_routed_experts"]):
-            w.mlp(f"{p}.mlp.experts.{expert}", hidden, c["moe_intermediate_size"])
-        if c["n_shared_experts"]:
-            w.mlp(f"{p}.mlp.shared_experts", hidden, c["moe_intermediate_size"] * c["n_shared_experts"])
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(w.tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(c))
-    (folder / "generation_config.json").write_text(
-        json.dumps({"bos_token_id": 0, "eos_token_id": 1, "do_sample": False})
-    )
-    return c

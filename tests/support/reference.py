@@ -1,4 +1,4 @@
-"""The reference: transformers' DeepSeek-V3.2 in float32 with eager attention, on dequantised weights.
+"""The reference: a class of transformers in float32 with eager attention, on dequantised weights.
 
 Independent of the package: it reads the checkpoint itself.
 
@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+from transformers import DeepseekV32ForCausalLM, PreTrainedModel
 
+from duckllm.text.quiet import quiet_transformers
 from support.checkpoints import dequantise
 
 
@@ -37,32 +38,31 @@ def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def load_reference(folder: Path) -> DeepseekV32ForCausalLM:
-    config = DeepseekV32Config.from_pretrained(folder)
-    config._attn_implementation = "eager"
+def load_reference(
+    folder: Path, model_class: type[PreTrainedModel] = DeepseekV32ForCausalLM
+) -> PreTrainedModel:
+    """The model of a checkpoint, which must find every tensor and know every one but an MTP layer's."""
+    config = model_class.config_class.from_pretrained(folder)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     config._experts_implementation = "eager"
-    config.dtype = torch.float32
-    del config.quantization_config
-    model = DeepseekV32ForCausalLM(config).float().eval()
-    tensors = read_checkpoint(folder)
-    if config.tie_word_embeddings:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    state = {}
-    for name, expected in model.state_dict().items():
-        if ".mlp.experts." in name:
-            prefix = name.rsplit(".", 1)[0]
-            parts = [
-                [tensors[f"{prefix}.{e}.{part}_proj.weight"] for e in range(config.n_routed_experts)]
-                for part in ("gate", "up", "down")
-            ]
-            gate, up, down = (torch.stack(part) for part in parts)
-            state[name] = torch.cat((gate, up), dim=1) if name.endswith("gate_up_proj") else down
-        else:
-            state[name] = tensors[name]
-        assert state[name].shape == expected.shape, name
-    model.load_state_dict(state, strict=True)
+    with quiet_transformers():
+        model, info = model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=read_checkpoint(folder),
+            dtype=torch.float32,
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
+    assert not info["missing_keys"], info["missing_keys"]
+    assert not info["mismatched_keys"], info["mismatched_keys"]
+    layers = (int(name.split(".")[2]) for name in info["unexpected_keys"])
+    assert all(layer >= config.num_hidden_layers for layer in layers), info["unexpected_keys"]
     assert model.config._attn_implementation == "eager"
-    return model
+    assert model.config._experts_implementation == "eager"
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    return model.eval()
 
 
 @contextmanager
@@ -83,14 +83,14 @@ def ties_by_position() -> Iterator[None]:
 
 
 @torch.inference_mode()
-def reference_logits(model: DeepseekV32ForCausalLM, token_ids: list[int]) -> torch.Tensor:
+def reference_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
     """Logits at every position, [T, V]."""
     with ties_by_position():
         return model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
 
 
 @torch.inference_mode()
-def reference_greedy(model: DeepseekV32ForCausalLM, token_ids: list[int], steps: int, eos: int) -> list[int]:
+def reference_greedy(model: PreTrainedModel, token_ids: list[int], steps: int, eos: int) -> list[int]:
     """Greedy continuation with the reference's own cache, up to and with ``eos``."""
     with ties_by_position():
         output = model.generate(

@@ -1,61 +1,101 @@
-"""Random tiny models against transformers in float32: the same logits and the same greedy tokens."""
+"""DeepSeek-V3.2 against transformers in float32: the same logits and the same greedy tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from duckllm.engine.engine import Engine
 from duckllm.layers import indexer, mla
 from duckllm.layers.rope import rotate_half_split, rotate_interleaved
 from duckllm.models import deepseek_v32
 from duckllm.models.causal_lm import CausalLM, MoEBlock
 from duckllm.moe.router import GroupLimitedRouter
-from parity.conftest import Case
-from support.models import TOLERANCE, all_logits, build_model, difference, greedy
-from support.reference import reference_logits
+from support import families
+from support.families import STEP_TOKENS, Case, Spec, assert_greedy, assert_logits
+from support.models import TOLERANCE, all_logits, build_model, difference
+
+YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
+# Sixteen index heads: a score of exactly zero, the one that ties, needs sixteen negative products at once.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "one_dense_layer": {},
+    "three_dense_layers_four_groups": {
+        "num_hidden_layers": 5,
+        "first_k_dense_replace": 3,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "sizes_that_nothing_divides": {
+        "hidden_size": 200,
+        "moe_intermediate_size": 40,
+        "intermediate_size": 136,
+        "n_group": 4,
+        "topk_group": 3,
+        "kv_lora_rank": 36,
+        "v_head_dim": 20,
+    },
+    "intermediate_200": {"hidden_size": 136, "moe_intermediate_size": 200, "num_experts_per_tok": 3},
+    "yarn": {"rope_scaling": YARN, "max_position_embeddings": 256},
+    "sparse": {"index_topk": 8, "n_group": 4, "topk_group": 2},
+    "sparse_yarn_bias_two_shared": {
+        "index_topk": 8,
+        "rope_scaling": YARN,
+        "max_position_embeddings": 256,
+        "attention_bias": True,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 3,
+        "num_hidden_layers": 5,
+        "hidden_size": 200,
+        "moe_intermediate_size": 72,
+    },
+    "tied_not_normalised": {
+        "tie_word_embeddings": True,
+        "norm_topk_prob": False,
+        "num_experts_per_tok": 1,
+        "first_k_dense_replace": 0,
+        "num_hidden_layers": 3,
+    },
+}
+SPECS = {name: families.deepseek_v32(name, **changes) for name, changes in CONFIGS.items()}
+MakeCase = Callable[[Spec], Case]
 
 
-def assert_parity(model: CausalLM, case: Case, step_tokens: int) -> None:
-    got = difference(all_logits(model, case.token_ids, step_tokens), case.logits)
-    print(f"f32, {case.name}, {step_tokens} tokens a step: largest {got:.3g}")  # pytest -s shows it
-    assert got <= TOLERANCE, f"{case.name}: logits differ by {got}"
+@pytest.fixture(params=list(SPECS))
+def case(request: pytest.FixtureRequest, make_case: MakeCase) -> Case:
+    return make_case(SPECS[request.param])
 
 
-@pytest.mark.parametrize("step_tokens", [96, 7, 1], ids=["whole", "chunks", "token_by_token"])
+@pytest.mark.parametrize("step_tokens", STEP_TOKENS)
 def test_logits_equal_the_reference_at_every_position(case: Case, step_tokens: int) -> None:
-    assert_parity(build_model(case.folder), case, step_tokens)
-
-
-def test_long_prompts_in_row_blocks_give_the_same_logits(
-    make_case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = make_case("sparse")
-    monkeypatch.setattr(mla, "SCORE_BLOCK_ELEMENTS", 5 * 16 * 96)
-    assert_parity(build_model(case.folder), case, 96)
+    assert_logits(case, step_tokens)
 
 
 def test_greedy_tokens_equal_the_reference(case: Case) -> None:
-    """64 steps on 20 prompts. The reference judges each whole reply at once: token by token its likeliest."""
-    engine = Engine(build_model(case.folder), max_model_len=256, max_step_tokens=5)
-    generator = torch.Generator().manual_seed(7)
-    replies = set()
-    for length in range(1, 21):
-        prompt = torch.randint(2, case.config["vocab_size"], (length,), generator=generator).tolist()
-        reply = greedy(engine, prompt, 64)
-        assert len(reply) == 64
-        expected = reference_logits(case.reference, prompt + reply[:-1])[length - 1 :].argmax(-1).tolist()
-        assert reply == expected, f"prompt of {length} tokens"
-        replies.add(tuple(reply))
-    assert len(replies) == 20
+    assert_greedy(case, num_prompts=20)
 
 
-def test_the_sparse_path_decides(make_case: Callable[[str], Case]) -> None:
+def test_long_prompts_in_row_blocks_give_the_same_logits(
+    make_case: MakeCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case(SPECS["sparse"])
+    monkeypatch.setattr(mla, "SCORE_BLOCK_ELEMENTS", 5 * 16 * 96)
+    assert_logits(case, 96)
+
+
+def test_the_sparse_path_decides(make_case: MakeCase) -> None:
     """Attention to everything gives other logits, so the comparison above sees the selection."""
-    case = make_case("sparse")
+    case = make_case(SPECS["sparse"])
     model = build_model(case.folder)
     for layer in model.layers:
         shape = layer.attention.shape
@@ -133,11 +173,11 @@ def shared_expert_missing(case: Case, patch: pytest.MonkeyPatch) -> CausalLM:
 def test_a_wrong_variant_is_rejected(
     name: str,
     wrong_variant: Callable[[Case, pytest.MonkeyPatch], CausalLM],
-    make_case: Callable[[str], Case],
+    make_case: MakeCase,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case = make_case(name)
-    assert_parity(build_model(case.folder), case, 96)
+    case = make_case(SPECS[name])
+    assert_logits(case, 96)
     model = wrong_variant(case, monkeypatch)
     with pytest.raises(AssertionError, match="logits differ by"):
-        assert_parity(model, case, 96)
+        assert_logits(case, 96, model)
