@@ -10,7 +10,8 @@ import pytest
 from duckllm.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from duckllm.models.inspection import MTP, Inspection, inspect_model
 from duckllm.weights.manifest import Manifest
-from support.checkpoints import BASE_CONFIG, write_random_checkpoint
+from support.checkpoints import BASE_CONFIG
+from support.families import deepseek_v32, write_model
 from support.models import build_model
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +70,7 @@ def test_the_cache_is_as_large_as_the_models(converted: Inspection, demo_folder:
 
 
 def test_memory_of_each_part_by_hand(tmp_path: Path) -> None:
-    write_random_checkpoint(tmp_path, 1, num_hidden_layers=2, first_k_dense_replace=1)
+    write_model(tmp_path, deepseek_v32("small", num_hidden_layers=2, first_k_dense_replace=1), seed=1)
     parts = {part.name: part for part in inspect_model(tmp_path).parts}
     hidden, vocabulary, heads = 128, 320, 4
     assert parts["embedding"].num_weights == hidden * vocabulary
@@ -86,7 +87,7 @@ def test_memory_of_each_part_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_configuration_alone_tells_as_much_as_its_checkpoint(tmp_path: Path) -> None:
-    write_random_checkpoint(tmp_path / "whole", 1)
+    write_model(tmp_path / "whole", deepseek_v32("whole"), seed=1)
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())
     whole, alone = inspect_model(tmp_path / "whole"), inspect_model(tmp_path / "alone")
