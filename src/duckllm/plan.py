@@ -166,6 +166,7 @@ def _buffer_bytes(model: Inspection, num_stripes: int, weight_format: str, max_s
     plan = WorkerPlan(
         model_hash="",
         format=weight_format,
+        scale_layout=model.scale_layout,
         hidden_size=layout.hidden_size,
         intermediate_size=layout.moe_intermediate_size,
         num_experts=layout.num_experts,

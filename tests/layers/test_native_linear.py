@@ -8,7 +8,8 @@ import torch
 from duckllm.errors import CheckpointError, ConfigError
 from duckllm.layers.linear import GatedMLP, Linear
 from duckllm.layers.runtime import LinearRuntime
-from duckllm.weights.host_tensors import dequantise_blocks
+from duckllm.weights.host_tensors import dequantise
+from duckllm.weights.scales import ScaleGrid
 from support.experts import DictTensors
 
 
@@ -28,7 +29,9 @@ def stored(name: str, shape: tuple[int, int], kind: str, seed: int = 0) -> dict[
 
 def dense(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     weight, scales = tensors[f"{name}.weight"], tensors.get(f"{name}.weight_scale_inv")
-    return weight.double() if scales is None else dequantise_blocks(weight, scales).double()
+    if scales is None:
+        return weight.double()
+    return dequantise(weight, ScaleGrid(scales.numpy(), 128, 128, tuple(weight.shape))).double()
 
 
 @pytest.mark.parametrize("kind", ["fp8", "bf16", "f16"])

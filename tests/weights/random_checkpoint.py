@@ -54,12 +54,26 @@ class RandomCheckpoint:
     def array(self, name: str) -> np.ndarray:
         """A tensor as numpy has it; bf16 as u16."""
         dtype, shape, data = self.tensors[name]
-        kind = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F8_E4M3": "u1"}[dtype]
+        kind = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F8_E4M3": "u1", "F8_E8M0": "u1"}[dtype]
         return np.frombuffer(data, kind).reshape(shape)
 
 
+def tensor_shapes(config: dict) -> dict[str, tuple[int, ...]]:
+    """The weights that a checkpoint of this configuration has, its MTP layer's included."""
+    layout = layout_of(config, {f"model.layers.{config['num_hidden_layers']}.": None})
+    shapes = dict(layout.host_shapes)
+    for layer in layout.moe_layers:
+        for expert in range(layout.num_experts):
+            for projection in ("gate_proj", "up_proj", "down_proj"):
+                name = layout.expert_weight(layer, expert, projection)
+                shapes[name] = layout.expert_shape(projection)
+    return shapes
+
+
 def to_bytes(values: np.ndarray, dtype: str) -> bytes:
-    """f32 values stored as F32, F16 or (cut off) BF16."""
+    """f32 values stored as F32, F16 or (cut off) BF16, or as the powers of two that E8M0 has."""
+    if dtype == "F8_E8M0":
+        return (np.frexp(values)[1] + 126).astype(np.uint8).tobytes()
     if dtype == "BF16":
         return (np.ascontiguousarray(values, "<f4").view("<u4") >> 16).astype("<u2").tobytes()
     return values.astype({"F32": "<f4", "F16": "<f2"}[dtype]).tobytes()
@@ -71,31 +85,31 @@ def make_checkpoint(
     dtype: str = "F8_E4M3",
     scale_suffix: str = "weight_scale_inv",
     scale_dtype: str = "F32",
+    scale_block: tuple[int | None, int | None] = (128, 128),
+    scale_rank: int = 2,
     shards: int = 3,
     seed: int = 0,
     edit: Callable[[dict[str, Tensor]], object] | None = None,
     **changes: object,
 ) -> RandomCheckpoint:
-    """Writes a checkpoint folder; ``edit`` may change the tensors before they are written."""
+    """Writes a checkpoint folder; ``edit`` may change the tensors before they are written.
+
+    ``scale_block`` is the rows and columns that share a scale, None for all; scales of one column may have
+    ``scale_rank`` 1, and a single one 0.
+    """
     fp8 = {"quantization_config": FP8_CONFIG} if dtype == "F8_E4M3" else {}
-    made = RandomCheckpoint(folder, config(**fp8) | changes)
+    made = RandomCheckpoint(folder, config(**(fp8 | changes)))
     rng = np.random.default_rng(seed)
-    mtp = {f"model.layers.{made.config['num_hidden_layers']}.": None}
-    layout = layout_of(made.config, mtp)
-    shapes = dict(layout.host_shapes)
-    for layer in layout.moe_layers:
-        for expert in range(layout.num_experts):
-            for projection in ("gate_proj", "up_proj", "down_proj"):
-                name = layout.expert_weight(layer, expert, projection)
-                shapes[name] = layout.expert_shape(projection)
-    for name, shape in shapes.items():
+    for name, shape in tensor_shapes(made.config).items():
         if len(shape) == 2 and "_proj." in name and "weights_proj" not in name and dtype == "F8_E4M3":
             codes = rng.choice(FINITE_CODES, size=shape)
-            blocks = (-(-shape[0] // 128), -(-shape[1] // 128))
+            spans = zip(shape, scale_block, strict=True)
+            blocks = tuple(-(-size // (span or size)) for size, span in spans)
             scales = rng.uniform(0.001, 0.01, blocks)
             made.tensors[name] = ("F8_E4M3", shape, codes.tobytes())
             scale_name = name.removesuffix("weight") + scale_suffix
-            made.tensors[scale_name] = (scale_dtype, blocks, to_bytes(scales, scale_dtype))
+            assert set(blocks[scale_rank:]) <= {1}
+            made.tensors[scale_name] = (scale_dtype, blocks[:scale_rank], to_bytes(scales, scale_dtype))
         else:
             kind = "BF16" if dtype == "F8_E4M3" else dtype
             made.tensors[name] = (kind, shape, to_bytes(rng.standard_normal(shape), kind))

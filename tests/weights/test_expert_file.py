@@ -67,9 +67,7 @@ def test_verify_finds_a_flipped_bit_in_its_own_slice_only(manifest: Manifest, st
         file.verify()
 
 
-def test_experts_with_a_scale_for_each_channel(
-    manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_with_a_scale_for_each_channel(manifest: Manifest, tmp_path: Path) -> None:
     """The file holds what its experts unpack to, has the length that is told before, and can be verified."""
     rng = np.random.default_rng(0)
     experts = [
@@ -79,13 +77,17 @@ def test_experts_with_a_scale_for_each_channel(
         )
         for _ in range(4)
     ]
-    monkeypatch.setattr(pack, "read_expert", lambda *arguments: (experts[arguments[-1]], None))
+
+    class Given:
+        scale_layout = "channel"
+
+        def read(self, _reader: TensorReader, _layer: int, expert: int) -> tuple[ExpertWeights, None]:
+            return experts[expert], None
+
     layout = layout_of(config(moe_intermediate_size=100), {"model.layers.4.": None})
     path, told = tmp_path / "experts-00001.safetensors", []
     with AtomicFile(path) as out, TensorReader() as tensors:
-        entry, error = pack.write_expert_file(
-            out, tensors, {}, layout, 1, "fp8", told.append, scale_layout="channel"
-        )
+        entry, error = pack.write_expert_file(out, tensors, Given(), layout, 1, "fp8", told.append)
         out.commit()
     assert error is None
     assert path.stat().st_size == entry.bytes == sum(told)

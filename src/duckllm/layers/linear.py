@@ -2,9 +2,9 @@
 
 Called by the models and by the attention layers; knows tensors by name only through the loader it is given.
 
-A weight that is stored as FP8 with block scales or as BF16 goes through the native kernels in the form that
-it is stored in, where the model has a :class:`duckllm.layers.runtime.LinearRuntime`: it is read at the speed
-of memory, and a row's result is the same bits in any company. Every other weight is PyTorch's.
+A weight that is stored as FP8, with scales of blocks or rows, or as BF16 goes through the native kernels in
+the form that it is stored in, where the model has a :class:`duckllm.layers.runtime.LinearRuntime`: it is read
+at the speed of memory, and a row's result is the same bits in any company. Every other weight is PyTorch's.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Linear:
         fold = math.frexp(factor)[0] == 0.5 and stored[0][1] is not None
         if fold:
             stored = [(weight, scales * factor) for weight, scales in stored if scales is not None]
-        if len(stored) > 1 and (stored[0][1] is None or out_features % _SCALE_BLOCK == 0):
+        if len(stored) > 1 and _joinable(stored, out_features):
             # One product instead of two: the small ones cost more to start than to compute.
             stored = [_join(stored)]
             names = (" and ".join(names),)
@@ -170,6 +170,12 @@ class Linear:
         products = [torch.from_numpy(part.multiply(self._runtime, rows)) for part in self._parts]
         y = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
         return y if self._factor == 1.0 else y.mul_(self._factor)
+
+
+def _joinable(stored: Sequence[tuple[torch.Tensor, torch.Tensor | None]], out_features: int) -> bool:
+    """Whether weights of one shape and type, one above the other, are one weight with scales of one kind."""
+    shapes = {None if scales is None else tuple(scales.shape) for _, scales in stored}
+    return shapes <= {None, (out_features, 1)} or (len(shapes) == 1 and out_features % _SCALE_BLOCK == 0)
 
 
 def _join(

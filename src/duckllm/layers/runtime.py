@@ -15,6 +15,7 @@ import torch
 
 from duckllm import _native
 from duckllm.errors import ConfigError
+from duckllm.weights.e4m3 import scale_shape
 
 # Rows that the scratch memory holds; a longer step is taken by turns.
 PANEL_ROWS = 256
@@ -70,6 +71,7 @@ class PackedWeight:
     Args:
         records: Of ``_native.pack_linear``.
         scales: Block scales, None for bf16.
+        row_scales: What the outputs are multiplied with, where the checkpoint has a scale for each row.
         out_features: N.
         in_features: K.
         format: ``"bf16"``, ``"fp8"`` or ``"fp9"``.
@@ -80,12 +82,14 @@ class PackedWeight:
     out_features: int
     in_features: int
     format: str
+    row_scales: npt.NDArray[np.float32] | None = None
 
     @classmethod
     def pack(cls, weight: torch.Tensor, scales: torch.Tensor | None, fp8_format: str) -> PackedWeight:
         """Packs a stored weight.
 
-        Shapes: weight: [N, K] float8_e4m3fn with scales [ceil(N/128), ceil(K/128)] f32, or bfloat16.
+        Shapes: weight: [N, K] float8_e4m3fn with scales f32, [ceil(N/128), ceil(K/128)] for blocks or [N, 1]
+            for rows, or bfloat16.
 
         Raises:
             ValueError: The weight holds NaN bytes of e4m3.
@@ -95,14 +99,17 @@ class PackedWeight:
             words = weight.contiguous().view(torch.int16).numpy().view(np.uint16)
             return cls(_native.pack_linear(words, "bf16"), None, out_features, in_features, "bf16")
         codes = weight.contiguous().view(torch.uint8).numpy()
-        records = _native.pack_linear(codes, fp8_format)
-        return cls(records, scales.contiguous().numpy(), out_features, in_features, fp8_format)
+        records, values = _native.pack_linear(codes, fp8_format), scales.contiguous().numpy()
+        blocks = scale_shape(out_features, in_features)
+        if values.shape == blocks:
+            return cls(records, values, out_features, in_features, fp8_format)
+        ones = np.ones(blocks, np.float32)
+        return cls(records, ones, out_features, in_features, fp8_format, values[:, 0])
 
     def multiply(self, runtime: LinearRuntime, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """``x W^T``: [T, K] to [T, N]."""
-        return runtime.native.run(
-            self.records, self.scales, self.out_features, self.in_features, self.format, x
-        )
+        y = runtime.native.run(self.records, self.scales, self.out_features, self.in_features, self.format, x)
+        return y if self.row_scales is None else np.multiply(y, self.row_scales, out=y)
 
 
 def _faster_format(native: _native.LinearRuntime) -> str:

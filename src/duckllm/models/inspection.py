@@ -22,6 +22,7 @@ from duckllm.weights.formats import num_stripes, unit_bytes
 from duckllm.weights.layout import PROJECTIONS, ConfigReader, ModelLayout
 from duckllm.weights.manifest import MANIFEST_FILE, Manifest
 from duckllm.weights.safetensors_file import DTYPE_BYTES, TensorInfo, read_header
+from duckllm.weights.source import ExpertTensors
 
 # The host's tensors by the first of these that a name holds.
 _PARTS = (
@@ -149,11 +150,14 @@ def inspect_model(folder: Path) -> Inspection:
     if is_converted:
         return _inspect_converted(folder, config)
     if has_weights:
-        tensors = Checkpoint.open(folder).tensors
-        return _inspection(folder, "checkpoint", config, layout_of(config, tensors), tensors)
+        checkpoint = Checkpoint.open(folder)
+        layout = layout_of(config, checkpoint.tensors)
+        scale_layout = ExpertTensors(checkpoint, layout).scale_layout
+        return _inspection(folder, "checkpoint", config, layout, checkpoint.tensors, scale_layout)
     assumed = _assumed_mtp(folder, config)
     layout = layout_of(config, assumed)
-    return _inspection(folder, "configuration", config, layout, _assumed_tensors(folder, config, layout))
+    assumed = _assumed_tensors(folder, config, layout)
+    return _inspection(folder, "configuration", config, layout, assumed, "block")
 
 
 def _inspect_converted(folder: Path, config: Mapping[str, Any]) -> Inspection:
@@ -162,7 +166,8 @@ def _inspect_converted(folder: Path, config: Mapping[str, Any]) -> Inspection:
     tensors: dict[str, TensorInfo] = {}
     for file in manifest.host_files:
         tensors |= read_header(folder / file)
-    return _inspection(folder, "converted", config, layout_of(config, tensors), tensors, manifest)
+    layout, scale_layout = layout_of(config, tensors), manifest.scale_layout
+    return _inspection(folder, "converted", config, layout, tensors, scale_layout, manifest)
 
 
 def _inspection(
@@ -171,6 +176,7 @@ def _inspection(
     config: Mapping[str, Any],
     layout: ModelLayout,
     tensors: Mapping[str, TensorInfo],
+    scale_layout: str,
     manifest: Manifest | None = None,
 ) -> Inspection:
     from duckllm.models.registry import load_config  # and torch with it
@@ -188,7 +194,7 @@ def _inspection(
         layout=layout,
         num_hidden_layers=num_layers,
         dtypes=tuple(sorted(dtypes)),
-        scale_layout=manifest.scale_layout if manifest is not None else "block",
+        scale_layout=scale_layout,
         weight_format=manifest.format if manifest is not None else None,
         parts=_parts(layout, tensors.values(), num_layers),
         max_position_embeddings=parsed.max_position_embeddings,

@@ -7,21 +7,30 @@ folder and refuses what it does not understand, but no architecture.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from duckllm.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError, show_value
-from duckllm.weights.e4m3 import SCALE_BLOCK, scale_shape
+import numpy as np
+
+from duckllm.errors import CheckpointError, ModelNotFoundError, show_value
+from duckllm.weights.e4m3 import F32
 from duckllm.weights.files import model_errors
 from duckllm.weights.json_values import is_plain_name, parse_json_object
+from duckllm.weights.quantisation import Quantisation
 from duckllm.weights.safetensors_file import TensorInfo, read_header
+from duckllm.weights.scales import ScaleFit, scale_fits
 
 FP8 = "F8_E4M3"
 WIDE_FLOATS = ("F32", "BF16", "F16")
-SCALE_SUFFIXES = ("weight_scale_inv", "scale")
-_INDEX = "model.safetensors.index.json"
+SCALE_TYPES = (*WIDE_FLOATS, "F8_E8M0")
+# Of activations and of the KV cache, neither of which is ever quantised here.
+_NOT_NEEDED = re.compile(r"(.*[._])?((input|activation|output)_scale|(q|k|v|kv)_scale)")
+# Where ModelOpt writes what others have in config.json.
+MODELOPT_FILE = "hf_quant_config.json"
+INDEX = "model.safetensors.index.json"
 _SAMPLE_BYTES = 64 << 10
 _SAMPLES = 16
 _WHOLE_BYTES = 64 << 20
@@ -54,11 +63,13 @@ class Checkpoint:
     Args:
         folder: Where it lies.
         config: config.json.
+        quantisation: How its FP8 weights are scaled.
         tensors: Every tensor by name.
     """
 
     folder: Path
     config: Mapping[str, Any]
+    quantisation: Quantisation
     tensors: Mapping[str, TensorInfo]
 
     @classmethod
@@ -68,7 +79,7 @@ class Checkpoint:
         Raises:
             ModelNotFoundError: No such folder, or no model in it.
             CheckpointError: A file is missing, truncated or malformed.
-            UnsupportedModelError: A quantisation that is not 128x128-block FP8.
+            UnsupportedModelError: A quantisation that is not FP8.
         """
         with model_errors(folder):
             if not folder.is_dir():
@@ -78,8 +89,7 @@ class Checkpoint:
                     f"{folder}: got no config.json, expected a Hugging Face checkpoint folder"
                 )
             config = load_json(folder / "config.json")
-            _check_quantisation(folder, config)
-            return cls(folder, config, _read_tensors(folder))
+            return cls(folder, config, read_quantisation(folder, config), _read_tensors(folder))
 
     @property
     def shards(self) -> list[Path]:
@@ -92,7 +102,8 @@ class Checkpoint:
         Files up to 64 MiB are hashed whole; larger ones by header, length, time of change and 16 samples.
         """
         digest = hashlib.sha256()
-        for path in [self.folder / "config.json", *self.shards]:
+        said = [self.folder / name for name in ("config.json", MODELOPT_FILE)]
+        for path in [*(path for path in said if path.is_file()), *self.shards]:
             stat = path.stat()
             digest.update(f"{path.name}\0{stat.st_size}\0".encode())
             with path.open("rb") as file:
@@ -113,37 +124,32 @@ def list_problems(problems: list[str]) -> str:
     return shown if len(problems) <= MOST_NAMED else f"{shown}; and {len(problems) - MOST_NAMED} more"
 
 
-def _check_quantisation(folder: Path, config: Mapping[str, Any]) -> None:
-    quantisation = config.get("quantization_config")
-    if quantisation is None:
-        return
-    if not isinstance(quantisation, dict):
-        raise CheckpointError(f"{folder}: quantization_config: got {quantisation!r}, expected an object")
-    expected = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [SCALE_BLOCK, SCALE_BLOCK]}
-    for field, value in expected.items():
-        got = quantisation.get(field, value if field == "fmt" else None)
-        if got != value:
-            raise UnsupportedModelError(
-                f"{folder}: quantization_config.{field}: got {got!r}, expected {value!r} "
-                "(128x128-block FP8 or an unquantised checkpoint)"
-            )
+def read_quantisation(folder: Path, config: Mapping[str, Any]) -> Quantisation:
+    """How the FP8 weights of a checkpoint folder, or of what was made from one, are scaled.
+
+    Raises:
+        UnsupportedModelError: A quantisation that is not FP8.
+        CheckpointError: A file or a field is malformed.
+    """
+    path = folder / MODELOPT_FILE
+    return Quantisation.of(str(folder), config, load_json(path) if path.is_file() else None)
 
 
 def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
-    if not (folder / _INDEX).is_file():
+    if not (folder / INDEX).is_file():
         files = sorted(folder.glob("*.safetensors"))
         if len(files) != 1:
             raise (ModelNotFoundError if not files else CheckpointError)(
-                f"{folder}: got {len(files)} safetensors files and no {_INDEX}, expected one or an index"
+                f"{folder}: got {len(files)} safetensors files and no {INDEX}, expected one or an index"
             )
         return read_header(files[0])
-    weight_map = load_json(folder / _INDEX).get("weight_map")
+    weight_map = load_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{folder / _INDEX}: weight_map: expected an object of file names")
+        raise CheckpointError(f"{folder / INDEX}: weight_map: expected an object of file names")
     for file in weight_map.values():
         if not is_plain_name(file):
             raise CheckpointError(
-                f"{folder / _INDEX}: weight_map: got {show_value(file)}, expected a plain file name"
+                f"{folder / INDEX}: weight_map: got {show_value(file)}, expected a plain file name"
             )
     files = sorted(folder / file for file in set(weight_map.values()))
     absent = [path.name for path in files if not path.is_file()]
@@ -156,35 +162,105 @@ def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
     return {name: headers[file][name] for name, file in weight_map.items()}
 
 
-def scale_of(tensors: Mapping[str, TensorInfo], weight: str) -> TensorInfo | None:
-    """The block scales of a weight, under either name that checkpoints use; None if it has none."""
-    stem = weight.removesuffix("weight")
-    found = [tensors[stem + suffix] for suffix in SCALE_SUFFIXES if stem + suffix in tensors]
-    return found[0] if len(found) == 1 else None
+def scale_names(weight: str) -> tuple[str, ...]:
+    """The names under which checkpoints have the scales of a weight."""
+    stem = weight.removesuffix(".weight")
+    if stem != weight:
+        return tuple(f"{stem}.{name}" for name in ("weight_scale_inv", "scale", "weight_scale"))
+    return f"{weight}_scale_inv", f"{weight}_scale"
 
 
-def scale_problems(tensors: Mapping[str, TensorInfo]) -> list[str]:
-    """What is wrong with FP8 weights and their scales, one clause each; an unknown scale is never ignored."""
-    problems = []
-    known: set[str] = set()
-    for name, info in tensors.items():
-        if info.dtype in ("F8_E5M2", "F8_E8M0"):
-            problems.append(f"{name}: got dtype {info.dtype}, expected {FP8}, BF16, F16 or F32")
+def check_type(info: TensorInfo) -> None:
+    """Checks that a tensor is of a type that a model's may have.
+
+    Raises:
+        CheckpointError: Names it and its type.
+    """
+    if info.dtype != FP8 and info.dtype not in WIDE_FLOATS:
+        raise CheckpointError(f"{info.name}: got dtype {info.dtype}, expected {FP8}, BF16, F16 or F32")
+
+
+def find_scale(tensors: Mapping[str, TensorInfo], weight: str) -> TensorInfo:
+    """The scales of an FP8 weight, under whichever name.
+
+    Raises:
+        CheckpointError: There are none, or several, or their type is none for scales.
+    """
+    names = scale_names(weight)
+    found = [tensors[name] for name in names if name in tensors]
+    if not found:
+        raise CheckpointError(f"{weight}: FP8 without {names[0]} (or {', '.join(names[1:])})")
+    if len(found) > 1:
+        raise CheckpointError(f"{weight}: FP8 with several scales: {', '.join(info.name for info in found)}")
+    if found[0].dtype not in SCALE_TYPES:
+        raise CheckpointError(
+            f"{found[0].name}: got dtype {found[0].dtype}, expected one of {', '.join(SCALE_TYPES)}"
+        )
+    return found[0]
+
+
+def is_not_needed(name: str) -> bool:
+    """Whether a tensor is a scale of activations or of the KV cache, neither of which is quantised here."""
+    return _NOT_NEEDED.fullmatch(name) is not None
+
+
+def only_fit(
+    scale: TensorInfo,
+    matrix: tuple[int, int],
+    shape: tuple[int, ...],
+    quantisation: Quantisation,
+    *,
+    joined: bool = False,
+) -> ScaleFit:
+    """How scales lie over a matrix.
+
+    Args:
+        scale: They.
+        matrix: The matrix's shape.
+        shape: Their shape for this matrix alone.
+        quantisation: What the configuration says.
+        joined: Whether the matrix is two of the same height, one above the other.
+
+    Raises:
+        CheckpointError: In no way that the configuration allows, or in several.
+    """
+    fits = scale_fits(matrix, shape, quantisation.kinds, joined=joined)
+    if len(fits) == 1:
+        return fits[0]
+    shapes = [f"{list(kind.grid(matrix))} ({kind})" for kind in quantisation.kinds]
+    several = ", which fits in several ways" if fits else ""
+    raise CheckpointError(
+        f"{scale.name}: got shape {list(scale.shape)}{several}, expected {' or '.join(shapes) or 'none'} "
+        f"for {matrix[0]} x {matrix[1]} weights"
+    )
+
+
+def fp8_scales(
+    tensors: Mapping[str, TensorInfo], weights: Iterable[TensorInfo], quantisation: Quantisation
+) -> tuple[dict[str, tuple[TensorInfo, ScaleFit]], list[str]]:
+    """The scales of FP8 matrices by weight, and what is wrong with any, one clause each."""
+    found, problems = {}, []
+    for info in weights:
         if info.dtype != FP8:
             continue
-        scale = scale_of(tensors, name) if name.endswith(".weight") else None
-        if scale is None:
-            stem = name.removesuffix("weight")
-            problems.append(f"{name}: FP8 without {stem}weight_scale_inv (or {stem}scale)")
+        try:
+            scale = find_scale(tensors, info.name)
+            if len(info.shape) != 2:
+                raise CheckpointError(f"{info.name}: FP8 of shape {list(info.shape)}, expected a matrix")
+            fit = only_fit(scale, (info.shape[0], info.shape[1]), scale.shape, quantisation)
+        except CheckpointError as error:
+            problems.append(str(error))
             continue
-        known.add(scale.name)
-        if len(info.shape) != 2 or scale.shape != scale_shape(*info.shape):
-            expected = list(scale_shape(*info.shape)) if len(info.shape) == 2 else "a matrix of blocks"
-            problems.append(f"{scale.name}: got shape {list(scale.shape)}, expected {expected}")
-        if scale.dtype not in WIDE_FLOATS and scale.dtype != "F8_E8M0":
-            problems.append(f"{scale.name}: got dtype {scale.dtype}, expected F32, BF16 or F16")
-    for name in tensors:
-        last = name.rsplit(".", 1)[-1].lower()
-        if name not in known and ("scale" in last or "zero_point" in last or last in ("qweight", "qzeros")):
-            problems.append(f"{name}: belongs to no FP8 weight that is understood")
-    return problems
+        found[info.name] = (scale, fit)
+    return found, problems
+
+
+def check_scales(values: F32, name: str) -> None:
+    """Checks that scales are finite and not negative.
+
+    Raises:
+        CheckpointError: Names the tensor, and how many are not.
+    """
+    bad = int(np.count_nonzero(~(np.isfinite(values) & (values >= 0))))
+    if bad:
+        raise CheckpointError(f"{name}: got {bad} negative or non-finite scale(s), expected none")

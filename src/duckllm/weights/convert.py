@@ -12,7 +12,7 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 import duckllm
 from duckllm.errors import CheckpointError, ConfigError, DiskSpaceError
 from duckllm.weights.architectures import layout_of
-from duckllm.weights.checkpoint import FP8, WIDE_FLOATS, Checkpoint, list_names, list_problems, scale_problems
+from duckllm.weights.checkpoint import MODELOPT_FILE, Checkpoint
 from duckllm.weights.e4m3 import QuantisationError
 from duckllm.weights.files import (
     LOCK_FILE,
@@ -34,29 +34,35 @@ from duckllm.weights.files import (
     write_atomically,
 )
 from duckllm.weights.formats import FORMATS, num_stripes, unit_bytes
-from duckllm.weights.layout import PROJECTIONS, ModelLayout
+from duckllm.weights.layout import ModelLayout
 from duckllm.weights.manifest import MANIFEST_FILE, HostFile, Manifest
 from duckllm.weights.pack import expert_file_bytes, host_file_bytes, write_expert_file, write_host_file
 from duckllm.weights.progress_file import PROGRESS_FILE, Entry, ProgressFile
 from duckllm.weights.safetensors_file import DTYPE_BYTES, TensorInfo, TensorReader
+from duckllm.weights.tensor_check import ModelTensors, find_tensors
 from duckllm.weights.verify import verify_conversion
 
 Progress = Callable[[str, int, int], None]
 OTHER_HOST_FILE = "host-other.safetensors"
+# What belongs to a model beside its tensors: configuration, tokenizer, chat template, licence. No code.
 COPIED_FILES = (
     "config.json",
     "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
+    MODELOPT_FILE,
+    "tokenizer*.json",
     "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
+    "vocab*",
     "merges.txt",
+    "*.tiktoken",
+    "tiktoken.model",
+    "tekken.json",
     "chat_template.jinja",
     "chat_template.json",
+    "LICENSE*",
+    "NOTICE*",
 )
-_COPIED_PATTERNS = ("LICENSE*", "NOTICE*")
 _SPARE_BYTES = 1 << 20
 
 
@@ -77,6 +83,16 @@ class PlannedFile:
     tensors: tuple[TensorInfo, ...] = ()
 
 
+@dataclass(frozen=True)
+class _Model:
+    """What is converted, and where it is from."""
+
+    checkpoint: Checkpoint
+    layout: ModelLayout
+    tensors: ModelTensors
+    origin: Mapping[str, str]
+
+
 def convert(
     src: str | Path,
     dst: str | Path,
@@ -84,6 +100,7 @@ def convert(
     weight_format: str = "fp9",
     verify: bool = False,
     progress: Progress | None = None,
+    origin: Mapping[str, str] | None = None,
 ) -> Manifest:
     """Converts a checkpoint folder; goes on where an earlier, interrupted conversion stopped.
 
@@ -93,6 +110,7 @@ def convert(
         weight_format: Format of the expert weights, ``"fp9"`` or ``"fp8"``; both hold the same weights.
         verify: Read everything again and compare it with the source, bit for bit.
         progress: Called with what is being done, bytes done and bytes in all, often.
+        origin: Where the folder is from, for the manifest's ``source``: ``hub_id`` and ``revision``.
 
     Raises:
         ConfigError: An unknown format, or a destination that is the source, lies in it or holds other things.
@@ -109,27 +127,22 @@ def convert(
         _check_places(source, destination)
     checkpoint = Checkpoint.open(source)
     layout = layout_of(checkpoint.config, checkpoint.tensors)
-    check_tensors(checkpoint, layout)
+    model = _Model(checkpoint, layout, find_tensors(checkpoint, layout), dict(origin or {}))
     with model_errors(source):
         fingerprint = checkpoint.fingerprint()
     with _disk_errors(destination):
         manifest = _finished(destination, fingerprint, weight_format)
     if manifest is None:
-        manifest = _convert_locked(checkpoint, layout, destination, fingerprint, weight_format, report)
+        manifest = _convert_locked(model, destination, fingerprint, weight_format, report)
     with _disk_errors(destination):
         _copy_files(source, destination)
     if verify:
-        verify_conversion(checkpoint, layout, manifest, report)
+        verify_conversion(checkpoint, layout, model.tensors.experts, manifest, report)
     return manifest
 
 
 def _convert_locked(
-    checkpoint: Checkpoint,
-    layout: ModelLayout,
-    destination: Path,
-    fingerprint: str,
-    weight_format: str,
-    report: Progress,
+    model: _Model, destination: Path, fingerprint: str, weight_format: str, report: Progress
 ) -> Manifest:
     made = not destination.exists()
     try:
@@ -140,7 +153,7 @@ def _convert_locked(
                 if manifest is not None:
                     return manifest
                 state = _open_state(destination, fingerprint, weight_format)
-                return _convert_files(checkpoint, layout, state, report)
+                return _convert_files(model, state, report)
     finally:
         if made:
             with contextlib.suppress(OSError):
@@ -211,15 +224,14 @@ def _disk_errors(destination: Path) -> Iterator[None]:
         ) from error
 
 
-def _convert_files(
-    checkpoint: Checkpoint, layout: ModelLayout, state: ProgressFile, report: Progress
-) -> Manifest:
-    folder, plan = state.folder, plan_files(checkpoint, layout, state.weight_format)
+def _convert_files(model: _Model, state: ProgressFile, report: Progress) -> Manifest:
+    source, layout, experts = model.checkpoint.folder, model.layout, model.tensors.experts
+    folder, plan = state.folder, plan_files(model.tensors, layout, state.weight_format)
     total, done = sum(file.num_bytes for file in plan), 0
     state.drop_damaged(lambda name: report(f"checking {name}", 0, total))
     for partial in folder.glob(f".*{PARTIAL_SUFFIX}"):
         partial.unlink()
-    copied = _files_to_copy(checkpoint.folder)
+    copied = _files_to_copy(source)
     left = [file for file in plan if file.name not in state.entries]
     _check_room(folder, left, copied)
     state.save()
@@ -239,23 +251,21 @@ def _convert_files(
                     entry = write_host_file(out, reader, file.tensors, on_bytes)
                 else:
                     entry, error = write_expert_file(
-                        out, reader, checkpoint.tensors, layout, file.layer, state.weight_format, on_bytes
+                        out, reader, experts, layout, file.layer, state.weight_format, on_bytes
                     )
                 out.sync()
                 state.add(file.name, entry, error)
                 out.commit()
-    _copy_files(checkpoint.folder, folder)
-    manifest = _manifest(checkpoint, layout, state, plan)
+    _copy_files(source, folder)
+    manifest = _manifest(model, state, plan)
     write_atomically(folder / MANIFEST_FILE, (json.dumps(manifest.to_json(), indent=1) + "\n").encode())
     state.remove()
     return manifest
 
 
 def _files_to_copy(folder: Path) -> list[Path]:
-    named = [folder / name for name in COPIED_FILES if (folder / name).is_file()]
-    return named + sorted(
-        path for pattern in _COPIED_PATTERNS for path in folder.glob(pattern) if path.is_file()
-    )
+    found = {path for pattern in COPIED_FILES for path in folder.glob(pattern)}
+    return sorted(path for path in found if path.is_file())
 
 
 def _copy_files(source: Path, destination: Path) -> None:
@@ -280,9 +290,8 @@ def _check_room(folder: Path, files: list[PlannedFile], copied: list[Path]) -> N
         )
 
 
-def _manifest(
-    checkpoint: Checkpoint, layout: ModelLayout, state: ProgressFile, plan: list[PlannedFile]
-) -> Manifest:
+def _manifest(model: _Model, state: ProgressFile, plan: list[PlannedFile]) -> Manifest:
+    layout, experts = model.layout, model.tensors.experts
     host_files, expert_layers = {}, {}
     for file in plan:
         entry = state.entries[file.name]
@@ -290,10 +299,11 @@ def _manifest(
             host_files[file.name] = entry
         elif file.layer is not None:
             expert_layers[file.layer] = entry
-    first = layout.expert_weight(layout.moe_layers[0], 0, PROJECTIONS[0]) if layout.moe_layers else ""
     source: dict[str, Any] = {
+        **model.origin,
         "fingerprint": state.fingerprint,
-        "dtype": checkpoint.tensors[first].dtype if first else "",
+        "dtype": experts.dtype,
+        "requantised": experts.requantised,
         "quantisation_error": None,
     }
     if state.errors:
@@ -318,7 +328,8 @@ def _manifest(
         num_experts=layout.num_experts,
         num_experts_per_tok=layout.num_experts_per_tok,
         num_stripes=num_stripes(layout.moe_intermediate_size),
-        unit_bytes=unit_bytes(layout.hidden_size, state.weight_format),
+        unit_bytes=unit_bytes(layout.hidden_size, state.weight_format, experts.scale_layout),
+        scale_layout=experts.scale_layout,
         config_sha256=hash_file(state.folder / "config.json"),
         host_files=host_files,
         expert_layers=expert_layers,
@@ -326,51 +337,17 @@ def _manifest(
     )
 
 
-def check_tensors(checkpoint: Checkpoint, layout: ModelLayout) -> None:
-    """Checks that every tensor is there in its shape and in a type that is understood.
-
-    Raises:
-        CheckpointError: Names what is missing or misshaped, all at once.
-    """
-    expected = dict(layout.host_shapes)
-    for layer in layout.moe_layers:
-        for expert in range(layout.num_experts):
-            for projection in PROJECTIONS:
-                expected[layout.expert_weight(layer, expert, projection)] = layout.expert_shape(projection)
-    missing, wrong = [], []
-    for name, shape in expected.items():
-        info = checkpoint.tensors.get(name)
-        if info is None:
-            missing.append(name)
-        elif info.shape != shape:
-            wrong.append(f"{name}: got shape {list(info.shape)}, expected {list(shape)}")
-        elif info.dtype != FP8 and info.dtype not in WIDE_FLOATS:
-            wrong.append(f"{name}: got dtype {info.dtype}, expected {FP8}, BF16, F16 or F32")
-    stray = []
-    for name in checkpoint.tensors:
-        weight = name.rpartition(".")[0] + ".weight"
-        if layout.is_expert_tensor(name) and name not in expected and weight not in expected:
-            stray.append(name)
-    problems = wrong + [f"{name}: no such expert in config.json" for name in stray]
-    problems += scale_problems(checkpoint.tensors)
-    if missing:
-        problems.insert(0, f"{len(missing)} missing tensor(s): {list_names(missing)}")
-    if problems:
-        raise CheckpointError(f"{checkpoint.folder}: {list_problems(problems)}")
-
-
-def plan_files(checkpoint: Checkpoint, layout: ModelLayout, weight_format: str) -> list[PlannedFile]:
+def plan_files(tensors: ModelTensors, layout: ModelLayout, weight_format: str) -> list[PlannedFile]:
     """The files to write, in order: per layer its host tensors, then its experts; the rest last."""
     by_layer: dict[int | None, list[TensorInfo]] = {}
-    for name, info in checkpoint.tensors.items():
-        if not layout.is_expert_tensor(name):
-            by_layer.setdefault(layout.layer_of(name), []).append(info)
+    for info in tensors.host:
+        by_layer.setdefault(layout.layer_of(info.name), []).append(info)
     files = []
     for layer in sorted({n for n in by_layer if n is not None} | set(layout.moe_layers)):
         if layer in by_layer:
             files.append(_planned_host_file(f"host-{layer:05d}.safetensors", by_layer[layer]))
         if layer in layout.moe_layers:
-            num_bytes = expert_file_bytes(layout, layer, weight_format)
+            num_bytes = expert_file_bytes(layout, layer, weight_format, tensors.experts.scale_layout)
             files.append(PlannedFile(f"experts-{layer:05d}.safetensors", num_bytes, layer))
     files.append(_planned_host_file(OTHER_HOST_FILE, by_layer.get(None, [])))
     return files

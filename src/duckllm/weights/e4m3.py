@@ -61,18 +61,20 @@ def e4m3_values() -> F32:
 
 
 def expand_scales(scales: F32, rows: int, columns: int) -> F32:
-    """Block scales repeated to one per weight.
+    """Scales of blocks or of rows repeated to one per weight.
 
-    Shapes: scales: [ceil(rows/128), ceil(columns/128)] f32; result: [rows, columns] f32.
+    Shapes: scales: [ceil(rows/128), ceil(columns/128)] or [rows, 1] f32; result: [rows, columns] f32.
     """
+    if scales.shape == (rows, 1):
+        return np.broadcast_to(scales, (rows, columns))
     wide: F32 = np.repeat(np.repeat(scales, SCALE_BLOCK, axis=0), SCALE_BLOCK, axis=1)
     return wide[:rows, :columns]
 
 
 def dequantise(codes: U8, scales: F32) -> F32:
-    """The weights that e4m3 codes and block scales stand for.
+    """The weights that e4m3 codes and scales of blocks or rows stand for.
 
-    Shapes: codes: [rows, columns] u8; scales: [ceil(rows/128), ceil(columns/128)] f32; result: as codes, f32.
+    Shapes: codes: [rows, columns] u8; scales: as for :func:`expand_scales`; result: as codes, f32.
     """
     return e4m3_values()[codes] * expand_scales(scales, *codes.shape)
 
@@ -174,10 +176,22 @@ def quantise_blocks(weights: F32, name: str = "tensor") -> tuple[U8, F32, Quanti
     return codes, scales, quantisation_error(weights, codes, scales)
 
 
+def quantise_rows(weights: F32) -> tuple[U8, F32, QuantisationError]:
+    """Codes on the e4m3 grid, a scale for each row that maps its largest magnitude to 448, and the error.
+
+    Shapes: weights: [rows, columns] f32, finite; codes: same, u8; scales: [rows, 1] f32.
+    """
+    largest = np.abs(weights).max(axis=1, keepdims=True)
+    raised = np.maximum(largest / np.float32(E4M3_MAX), _SMALLEST_NORMAL_F32)
+    scales: F32 = np.where(largest == 0, np.float32(1.0), raised)
+    codes = round_to_e4m3(weights / scales)
+    return codes, scales, quantisation_error(weights, codes, scales)
+
+
 def quantisation_error(weights: F32, codes: U8, scales: F32) -> QuantisationError:
     """How far quantised weights lie from their source.
 
-    Shapes: weights: [rows, columns] f32; codes: same, u8; scales: [ceil(rows/128), ceil(columns/128)] f32.
+    Shapes: weights: [rows, columns] f32; codes: same, u8; scales: as for :func:`expand_scales`.
     """
     distance = np.abs(dequantise(codes, scales) - weights)
     size = np.abs(weights)

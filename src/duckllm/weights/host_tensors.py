@@ -1,6 +1,6 @@
 """The host's tensors of a converted model, loaded into torch one by one as they are asked for.
 
-Called by the models. It knows how FP8 weights and their block scales belong together, and no architecture.
+Called by the models. It knows how FP8 weights and their scales belong together, and no architecture.
 """
 
 from __future__ import annotations
@@ -8,14 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
 from duckllm.errors import CheckpointError
-from duckllm.weights.checkpoint import FP8, SCALE_SUFFIXES, list_problems, scale_problems
-from duckllm.weights.e4m3 import SCALE_BLOCK
+from duckllm.weights.checkpoint import check_scales, fp8_scales, list_problems, load_json, read_quantisation
 from duckllm.weights.manifest import Manifest, check_sha256
 from duckllm.weights.safetensors_file import TensorInfo, read_header
+from duckllm.weights.scales import ScaleGrid
 
 _VERIFIED: set[tuple[int, int, int, int, int, str]] = set()
 
@@ -37,7 +38,8 @@ class HostTensors:
         for file, entry in Manifest.load(self.folder).host_files.items():
             self._sha256[self.folder / file] = entry.sha256
             self._infos |= read_header(self.folder / file)
-        problems = scale_problems(self._infos)
+        quantisation = read_quantisation(self.folder, load_json(self.folder / "config.json"))
+        self._scales, problems = fp8_scales(self._infos, self._infos.values(), quantisation)
         if problems:
             raise CheckpointError(f"{self.folder}: {list_problems(problems)}")
         self._open: dict[Path, Any] = {}
@@ -80,32 +82,42 @@ class HostTensors:
             CheckpointError: There is no such tensor, or it is not of a floating type.
         """
         weight = self.get(f"{name}.weight")
-        if self._info(f"{name}.weight").dtype == FP8:
-            return dequantise_blocks(weight, self.get(self._scale_name(name))).to(dtype)
         if not weight.is_floating_point():
             raise CheckpointError(f"{name}.weight: got {weight.dtype}, expected a floating type")
-        return weight.to(dtype)
+        grid = self._grid(name)
+        return weight.to(dtype) if grid is None else dequantise(weight, grid).to(dtype)
 
     def stored_linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A linear layer's weight as it is stored, and the block scales of an FP8 one.
+        """A linear layer's weight as it is stored, with the scales of an FP8 one.
 
-        Shapes: [out, in]; scales: [ceil(out/128), ceil(in/128)] f32.
+        Scales that neither blocks nor rows can say make it f32: the weight is dequantised, exactly.
+
+        Shapes: [out, in]; scales: [ceil(out/128), ceil(in/128)] for blocks or [out, 1] for rows, f32.
 
         Raises:
-            CheckpointError: There is no such tensor.
+            CheckpointError: There is no such tensor, or a scale is negative, NaN or infinite.
         """
-        weight = self.get(f"{name}.weight")
-        if self._info(f"{name}.weight").dtype != FP8:
+        weight, grid = self.get(f"{name}.weight"), self._grid(name)
+        if grid is None:
             return weight, None
-        return weight, self.get(self._scale_name(name)).float()
+        for scales in (grid.blocks(), grid.by_row()):
+            if scales is not None:
+                return weight, torch.from_numpy(scales)
+        return dequantise(weight, grid), None
+
+    def _grid(self, name: str) -> ScaleGrid | None:
+        if f"{name}.weight" not in self._scales:
+            return None
+        info, fit = self._scales[f"{name}.weight"]
+        values = self.get(info.name).float().numpy()
+        check_scales(values, info.name)
+        rows, columns = self.shape(f"{name}.weight")
+        return ScaleGrid.of(values, fit, (rows, columns))
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self._infos:
             raise CheckpointError(f"{self.folder}: {name}: no such tensor")
         return self._infos[name]
-
-    def _scale_name(self, name: str) -> str:
-        return next(f"{name}.{suffix}" for suffix in SCALE_SUFFIXES if f"{name}.{suffix}" in self._infos)
 
 
 def _open_file(path: Path) -> Any:
@@ -127,14 +139,10 @@ def _verify_once(path: Path, expected: str) -> None:
         _VERIFIED.add(identity)
 
 
-def dequantise_blocks(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The weights that FP8 values and 128x128 block scales stand for.
+def dequantise(weight: torch.Tensor, scales: ScaleGrid) -> torch.Tensor:
+    """The weights that FP8 values and their scales stand for.
 
-    Shapes: weight: [rows, columns] float8_e4m3fn; scales: [ceil(rows/128), ceil(columns/128)]; result: [rows,
-        columns] f32.
+    Shapes: weight: [rows, columns] float8_e4m3fn; result: [rows, columns] f32.
     Reference: :func:`duckllm.weights.e4m3.dequantise`, exact.
     """
-    rows, columns = weight.shape
-    wide = scales.float().repeat_interleave(SCALE_BLOCK, 0)[:rows]
-    wide = wide.repeat_interleave(SCALE_BLOCK, 1)[:, :columns]
-    return weight.float().mul_(wide)
+    return weight.float().mul_(torch.from_numpy(np.ascontiguousarray(scales.expand())))

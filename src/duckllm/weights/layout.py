@@ -50,9 +50,13 @@ class ModelLayout:
     moe_layers: tuple[int, ...]
     host_shapes: Shapes
 
+    def experts_prefix(self, layer: int) -> str:
+        """What the names of a layer's routed experts start with, each expert's and those of all in one."""
+        return f"model.layers.{layer}.mlp.experts."
+
     def expert_weight(self, layer: int, expert: int, projection: str) -> str:
         """Name of one expert's matrix."""
-        return f"model.layers.{layer}.mlp.experts.{expert}.{projection}.weight"
+        return f"{self.experts_prefix(layer)}{expert}.{projection}.weight"
 
     def expert_shape(self, projection: str) -> tuple[int, int]:
         """Shape of one expert's matrix: [I, H] for gate and up, [H, I] for down."""

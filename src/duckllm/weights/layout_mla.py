@@ -87,7 +87,12 @@ def _deepseek_attention(read: ConfigReader) -> Shapes:
     q_rank, kv_rank = read.positive("q_lora_rank"), read.positive("kv_lora_rank")
     nope, rope, value = (read.positive(f) for f in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     index_heads, index_dim = read.positive("index_n_heads"), read.positive("index_head_dim")
-    return {
+    biases: Shapes = {
+        "self_attn.q_a_proj.bias": (q_rank,),
+        "self_attn.kv_a_proj_with_mqa.bias": (kv_rank + rope,),
+        "self_attn.o_proj.bias": (hidden,),
+    }
+    return (biases if read.get("attention_bias") else {}) | {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
         "self_attn.q_a_proj.weight": (q_rank, hidden),

@@ -317,7 +317,7 @@ def rounding_of(source: Mapping[str, Any]) -> dict[str, QuantisationError]:
 def _source_problems(source: Mapping[str, Any]) -> list[str]:
     problems = [
         f"source.{name}: got {show_value(source[name])}, expected a string"
-        for name in ("fingerprint", "dtype")
+        for name in ("fingerprint", "dtype", "requantised", "hub_id", "revision")
         if not isinstance(source.get(name, ""), str)
     ]
     try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ from duckllm.weights.layout import ModelLayout
 from duckllm.weights.manifest import ExpertLayer, HostFile
 from duckllm.weights.reader import DATA_ALIGNMENT, UNITS
 from duckllm.weights.safetensors_file import TensorInfo, TensorReader, build_header
-from duckllm.weights.source import read_expert
+from duckllm.weights.source import ExpertTensors
 from duckllm.weights.units import ExpertWeights
 
 _HOST_ALIGNMENT = 64
@@ -100,29 +100,28 @@ def pack_units(expert: ExpertWeights, weight_format: str, scale_layout: str = "b
 def write_expert_file(
     out: AtomicFile,
     reader: TensorReader,
-    tensors: Mapping[str, TensorInfo],
+    experts: ExpertTensors,
     layout: ModelLayout,
     layer: int,
     weight_format: str,
     on_bytes: OnBytes,
-    scale_layout: str = "block",
 ) -> tuple[ExpertLayer, QuantisationError | None]:
     """Writes a layer's experts and returns their manifest entry, and how far they were rounded, if they were.
 
     Args:
         out: The file.
         reader: Reads the checkpoint.
-        tensors: The checkpoint's tensors.
+        experts: The checkpoint's experts; theirs is the layout of the scales.
         layout: The model.
         layer: The layer.
         weight_format: Format to write, ``"fp9"`` or ``"fp8"``.
         on_bytes: Called with the bytes of each piece that was written.
-        scale_layout: Layout of the scales that the checkpoint's experts have, ``"block"`` or ``"channel"``.
 
     Raises:
         WeightFormatError: A weight is NaN or infinite.
         CheckpointError: A scale is wrong, or the checkpoint ends early.
     """
+    scale_layout = experts.scale_layout
     header = _expert_header(layout, layer, weight_format, scale_layout)
     out.write(header, hashed=False)
     on_bytes(len(header))
@@ -130,7 +129,7 @@ def write_expert_file(
     digests = [hashlib.sha256() for _ in range(num_stripes(layout.moe_intermediate_size))]
 
     def pack(expert: int) -> tuple[U8, QuantisationError | None]:
-        weights, error = read_expert(reader, tensors, layout, layer, expert)
+        weights, error = experts.read(reader, layer, expert)
         return pack_units(weights, weight_format, scale_layout), error
 
     for units, error in ahead_of(pack, layout.num_experts):

@@ -1,102 +1,339 @@
-"""An expert of a checkpoint as e4m3 codes with block scales, whatever type the checkpoint has it in.
+"""The routed experts of a checkpoint as e4m3 codes with scales, in whatever form and type it has them.
 
-Called by the packer and by the verifier. It reads tensors and knows their types, not the converted form.
+Called by the converter and by the verifier. It finds the tensors, one an expert and matrix or one for all
+experts of a layer, and reads one expert at a time; of the converted form it knows which scales that can hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 
 from duckllm import _native
 from duckllm.errors import CheckpointError, WeightFormatError
-from duckllm.weights.checkpoint import FP8, scale_of
-from duckllm.weights.e4m3 import F32, SCALE_BLOCK, U8, QuantisationError, quantisation_error, scale_shape
-from duckllm.weights.layout import ModelLayout
-from duckllm.weights.safetensors_file import TensorInfo, TensorReader
+from duckllm.weights.checkpoint import (
+    FP8,
+    Checkpoint,
+    check_scales,
+    check_type,
+    find_scale,
+    only_fit,
+    scale_names,
+)
+from duckllm.weights.e4m3 import (
+    F32,
+    SCALE_BLOCK,
+    U8,
+    QuantisationError,
+    e4m3_values,
+    quantisation_error,
+    quantise_rows,
+    scale_shape,
+)
+from duckllm.weights.layout import PROJECTIONS, ModelLayout
+from duckllm.weights.safetensors_file import DTYPE_BYTES, TensorInfo, TensorReader
+from duckllm.weights.scales import ScaleFit, ScaleGrid
 from duckllm.weights.units import ExpertWeights
 
+_JOINED = "gate_up_proj"
+_Shape = tuple[int, int]
 
-def widen_to_f32(raw: U8, info: TensorInfo) -> F32:
-    """The tensor's values as f32, exactly.
 
-    Shapes: raw: [num_bytes] u8 of an F32, F16 or BF16 tensor; result: info.shape, f32.
+def widen_to_f32(raw: U8, dtype: str) -> F32:
+    """Values as f32, exactly.
+
+    Shapes: raw: [num_bytes] u8 of F32, F16, BF16 or F8_E8M0; result: [num_values] f32.
     """
-    if info.dtype == "BF16":
-        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(info.shape)
-    stored = raw.view("<f4" if info.dtype == "F32" else "<f2")
-    return stored.astype(np.float32, copy=False).reshape(info.shape)
+    if dtype == "F8_E8M0":  # 2^(byte - 127), 0xff is NaN: f32's own exponent, but for the denormal 2^-127
+        return np.where(raw == 0, 0x400000, raw.astype(np.uint32) << 23).astype(np.uint32).view(np.float32)
+    if dtype == "BF16":
+        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    return raw.view("<f4" if dtype == "F32" else "<f2").astype(np.float32, copy=False)
 
 
-def read_scales(reader: TensorReader, info: TensorInfo) -> F32:
-    """The block scales of an FP8 weight.
+@dataclass(frozen=True)
+class ExpertTensor:
+    """A tensor that holds one matrix of one expert, or of all experts of a layer.
 
-    Shapes: result: [ceil(rows/128), ceil(columns/128)] f32.
-
-    Raises:
-        CheckpointError: A scale is negative, NaN or infinite.
+    Args:
+        weight: The tensor.
+        scale: Its scales, where it is FP8.
+        fit: How they lie over one expert's matrix.
+        shape: One expert's matrix: [I, H] or [H, I], or [2I, H] for gate above up.
+        stacked: Whether the tensor's first dimension is the expert.
+        transposed: Whether the tensor holds the matrix, and its scales, with rows and columns exchanged.
+        joined: Whether the matrix is gate above up.
     """
-    scales = widen_to_f32(reader.read(info), info)
-    bad = int(np.count_nonzero(~(np.isfinite(scales) & (scales >= 0))))
-    if bad:
-        raise CheckpointError(f"{info.name}: got {bad} negative or non-finite scale(s), expected none")
-    return scales
 
+    weight: TensorInfo
+    scale: TensorInfo | None
+    fit: ScaleFit | None
+    shape: _Shape
+    stacked: bool = False
+    transposed: bool = False
+    joined: bool = False
 
-def read_weight(
-    reader: TensorReader, tensors: Mapping[str, TensorInfo], name: str
-) -> tuple[U8, F32, QuantisationError | None]:
-    """A weight matrix as codes and block scales; the error is None where nothing was rounded.
+    def keeps(self, scale_layout: str) -> bool:
+        """Whether the tensor's scales have a place in a layout, whatever their values."""
+        fit, (rows, columns) = self.fit, self.shape
+        if fit is None:
+            return True
+        if scale_layout == "channel":
+            return fit.columns >= columns
+        if self.joined:
+            rows //= 2
+            if not (fit.by_half or rows % fit.rows == 0 or fit.rows == 2 * rows):
+                return False
+        spans = ((fit.rows, rows), (fit.columns, columns))
+        return all(span % SCALE_BLOCK == 0 or span >= size for span, size in spans)
 
-    Shapes: codes: [rows, columns] u8; scales: [ceil(rows/128), ceil(columns/128)] f32.
+    def read(self, reader: TensorReader, expert: int) -> tuple[U8 | F32, ScaleGrid | None]:
+        """One expert's matrix, as codes with their scales or as f32; reads no other expert's bytes.
 
-    Raises:
-        WeightFormatError: The weight holds NaN or infinity.
-        CheckpointError: A scale is negative or non-finite, or an FP8 weight has none.
-    """
-    info = tensors[name]
-    rows, columns = info.shape
-    raw = reader.read(info)
-    if info.dtype == FP8:
+        Raises:
+            WeightFormatError: A weight is NaN or infinite.
+            CheckpointError: A scale is negative, NaN or infinite.
+        """
+        info = self.weight
+        raw = self._part(reader, info, expert)
+        if self.scale is None or self.fit is None:
+            weights = self._oriented(widen_to_f32(raw, info.dtype), self.shape)
+            bad = weights.size - int(np.count_nonzero(np.isfinite(weights)))
+            if bad:
+                where = self._name(expert)
+                raise WeightFormatError(f"{where}: got {bad} non-finite weight(s), expected finite weights")
+            return weights, None
         nans = _native.count_nan_e4m3(raw)
         if nans:
-            raise WeightFormatError(f"{name}: got {nans} NaN byte(s) (0x7f or 0xff), expected finite weights")
-        scale = scale_of(tensors, name)
-        if scale is None:
-            raise CheckpointError(f"{name}: FP8 without its block scales")
-        return raw.reshape(rows, columns), read_scales(reader, scale), None
-    weights = widen_to_f32(raw, info)
-    bad = weights.size - int(np.count_nonzero(np.isfinite(weights)))
-    if bad:
-        raise WeightFormatError(f"{name}: got {bad} non-finite weight(s), expected finite weights")
-    codes = np.empty((rows, columns), np.uint8)
-    scales: npt.NDArray[np.float32] = np.empty(scale_shape(rows, columns), np.float32)
+            raise WeightFormatError(
+                f"{self._name(expert)}: got {nans} NaN byte(s) (0x7f or 0xff), expected finite weights"
+            )
+        values = widen_to_f32(self._part(reader, self.scale, expert), self.scale.dtype)
+        check_scales(values, self.scale.name)
+        grid = self.fit.grid(self.shape)
+        return self._oriented(raw, self.shape), ScaleGrid.of(
+            np.ascontiguousarray(self._oriented(values, grid)), self.fit, self.shape
+        )
+
+    def _part(self, reader: TensorReader, info: TensorInfo, expert: int) -> U8:
+        if not self.stacked or info.num_bytes == DTYPE_BYTES[info.dtype]:  # one scale for all experts
+            return reader.read(info)
+        length = info.num_bytes // info.shape[0]
+        return reader.read_part(info, expert * length, length)
+
+    def _oriented(self, values: U8 | F32, shape: _Shape) -> U8 | F32:
+        return values.reshape(shape[::-1]).T if self.transposed else values.reshape(shape)
+
+    def _name(self, expert: int) -> str:
+        return f"{self.weight.name}[{expert}]" if self.stacked else self.weight.name
+
+
+class ExpertTensors:
+    """The routed experts of a checkpoint.
+
+    Args:
+        checkpoint: It.
+        layout: Its shape.
+
+    Attributes:
+        names: Every tensor that belongs to an expert, scales included.
+        missing: Every tensor that is not there.
+        problems: What else is wrong, a clause each; nothing may be read while there is any.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, layout: ModelLayout) -> None:
+        self._checkpoint, self._layout = checkpoint, layout
+        self.names: set[str] = set()
+        self.missing: list[str] = []
+        self.problems: list[str] = []
+        self._found: dict[tuple[int, str], list[ExpertTensor]] = {}
+        for layer in layout.moe_layers:
+            stacked = self._stacked(layer)
+            if stacked:
+                self._find_stacked(layer, stacked)
+            else:
+                self._find_each(layer)
+
+    @cached_property
+    def scale_layout(self) -> str:
+        """The converted form's scales that keep the checkpoint's own, as far as any do: block or channel."""
+        fp8 = [tensor for tensor in self._tensors() if tensor.fit is not None]
+        by_block = all(tensor.keeps("block") for tensor in fp8)
+        return "channel" if not by_block and all(tensor.keeps("channel") for tensor in fp8) else "block"
+
+    @property
+    def dtype(self) -> str:
+        """Safetensors' name of the type of most of the tensors; empty where there are no experts."""
+        types = Counter(tensor.weight.dtype for tensor in self._tensors())
+        return types.most_common(1)[0][0] if types else ""
+
+    @property
+    def requantised(self) -> str:
+        """The checkpoint's scales that the converted form has no place for; empty where it has."""
+        lost = {
+            f"a scale for {tensor.fit.rows} x {tensor.fit.columns} weights"
+            for tensor in self._tensors()
+            if tensor.fit is not None and not tensor.keeps(self.scale_layout)
+        }
+        return " and ".join(sorted(lost))
+
+    def read(
+        self, reader: TensorReader, layer: int, expert: int
+    ) -> tuple[ExpertWeights, QuantisationError | None]:
+        """One expert, with scales in :attr:`scale_layout`, and how far its weights were rounded, if at all.
+
+        Raises:
+            WeightFormatError: A weight is NaN or infinite.
+            CheckpointError: A scale is negative, NaN or infinite, or a file ends early.
+        """
+        codes: dict[str, U8] = {}
+        scales: dict[str, F32] = {}
+        total = None
+        for part, name, matrix, grid in self._matrices(reader, layer, expert):
+            codes[part], scales[part], error = _encode(matrix, grid, self.scale_layout, name)
+            if error is not None:
+                total = total or QuantisationError()
+                total += error
+        gate, up, down = PROJECTIONS
+        weights = ExpertWeights(codes[gate], codes[up], codes[down], scales[gate], scales[up], scales[down])
+        return weights, total
+
+    def _matrices(
+        self, reader: TensorReader, layer: int, expert: int
+    ) -> Iterator[tuple[str, str, U8 | F32, ScaleGrid | None]]:
+        """Projection, name of the tensor, weights and scales of an expert's matrices, one at a time."""
+        for projection in (_JOINED, *PROJECTIONS):
+            tensors = self._found.get((layer, projection))
+            if tensors is None:
+                continue
+            tensor = tensors[0] if tensors[0].stacked else tensors[expert]
+            weights, grid = tensor.read(reader, expert)
+            if projection != _JOINED:
+                yield projection, tensor.weight.name, weights, grid
+                continue
+            half = self._layout.moe_intermediate_size
+            for part, start in (("gate_proj", 0), ("up_proj", half)):
+                scales = None if grid is None else grid.part(start, start + half)
+                yield part, tensor.weight.name, weights[start : start + half], scales
+
+    def _tensors(self) -> Iterator[ExpertTensor]:
+        return chain.from_iterable(self._found.values())
+
+    def _stacked(self, layer: int) -> dict[str, TensorInfo]:
+        """The tensors of a layer that hold all its experts, by projection."""
+        prefix = self._layout.experts_prefix(layer)
+        names = {part: f"{prefix}{part}" for part in (_JOINED, *PROJECTIONS)}
+        tensors = self._checkpoint.tensors
+        return {
+            part: tensors[full]
+            for part, name in names.items()
+            for full in (f"{name}.weight", name)
+            if full in tensors
+        }
+
+    def _find_stacked(self, layer: int, found: dict[str, TensorInfo]) -> None:
+        layout = self._layout
+        joined = (2 * layout.moe_intermediate_size, layout.hidden_size)
+        wanted = (_JOINED, "down_proj") if _JOINED in found else PROJECTIONS
+        shapes = {part: joined if part == _JOINED else layout.expert_shape(part) for part in wanted}
+        suffix = ".weight" if next(iter(found.values())).name.endswith(".weight") else ""
+        ways = {False, True}
+        wrong = False
+        for part, shape in shapes.items():
+            info = found.get(part)
+            if info is None:
+                self.missing.append(f"{layout.experts_prefix(layer)}{part}{suffix}")
+                continue
+            self.names.add(info.name)
+            either = [(layout.num_experts, *shape), (layout.num_experts, *shape[::-1])]
+            if info.shape not in either:
+                wrong = True
+                expected = " or ".join(str(list(each)) for each in either)
+                self.problems.append(f"{info.name}: got shape {list(info.shape)}, expected {expected}")
+            else:
+                ways &= {way for way in (False, True) if info.shape == either[way]}
+        if wrong:
+            return
+        if len(ways) != 1:
+            got = ", ".join(f"{info.name} {list(info.shape)}" for info in found.values())
+            how = "of which some are transposed" if not ways else "which may be transposed or not"
+            self.problems.append(f"{got}: got shapes {how}, expected one orientation that is certain")
+            return
+        for part, shape in shapes.items():
+            if part in found:
+                self._add(layer, part, found[part], shape, stacked=True, transposed=ways == {True})
+
+    def _find_each(self, layer: int) -> None:
+        for part in PROJECTIONS:
+            shape = self._layout.expert_shape(part)
+            for expert in range(self._layout.num_experts):
+                name = self._layout.expert_weight(layer, expert, part)
+                info = self._checkpoint.tensors.get(name)
+                if info is None:
+                    self.missing.append(name)
+                    continue
+                self.names.add(name)
+                if info.shape != shape:
+                    self.problems.append(f"{name}: got shape {list(info.shape)}, expected {list(shape)}")
+                else:
+                    self._add(layer, part, info, shape)
+
+    def _add(
+        self,
+        layer: int,
+        part: str,
+        info: TensorInfo,
+        shape: _Shape,
+        *,
+        stacked: bool = False,
+        transposed: bool = False,
+    ) -> None:
+        scale, fit, joined = None, None, part == _JOINED
+        try:
+            check_type(info)
+            if info.dtype == FP8:
+                tensors = self._checkpoint.tensors
+                self.names |= {name for name in scale_names(info.name) if name in tensors}
+                scale = find_scale(tensors, info.name)
+                of_one = _of_one_expert(scale.shape, self._layout.num_experts) if stacked else scale.shape
+                of_one = of_one[::-1] if transposed else of_one
+                fit = only_fit(scale, shape, of_one, self._checkpoint.quantisation, joined=joined)
+        except CheckpointError as error:
+            self.problems.append(str(error))
+            return
+        tensor = ExpertTensor(info, scale, fit, shape, stacked, transposed, joined)
+        self._found.setdefault((layer, part), []).append(tensor)
+
+
+def _of_one_expert(shape: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
+    """The shape of one expert's share of scales; of all of them where they are one for all experts."""
+    return shape[1:] if shape[:1] == (num_experts,) else shape
+
+
+def _encode(
+    weights: U8 | F32, grid: ScaleGrid | None, scale_layout: str, name: str
+) -> tuple[U8, F32, QuantisationError | None]:
+    """Codes and scales of a matrix, exactly where the layout has a place for its scales."""
+    if grid is not None:
+        scales = grid.blocks() if scale_layout == "block" else grid.by_row()
+        if scales is not None:
+            return np.ascontiguousarray(weights), scales, None
+        weights = e4m3_values()[weights] * grid.expand()
+        if not np.isfinite(weights).all():
+            raise WeightFormatError(f"{name}: got a weight beyond f32, expected finite weights")
+    wide: F32 = np.ascontiguousarray(weights, dtype=np.float32)
+    if scale_layout == "channel":
+        return quantise_rows(wide)
+    codes = np.empty(wide.shape, np.uint8)
+    scales = np.empty(scale_shape(*wide.shape), np.float32)
     total = QuantisationError()
     for band in range(scales.shape[0]):
         part = slice(band * SCALE_BLOCK, (band + 1) * SCALE_BLOCK)
-        codes[part], scales[band : band + 1] = _native.quantize_e4m3_blocks(weights[part])
-        total += quantisation_error(weights[part], codes[part], scales[band : band + 1])
+        codes[part], scales[band : band + 1] = _native.quantize_e4m3_blocks(wide[part])
+        total += quantisation_error(wide[part], codes[part], scales[band : band + 1])
     return codes, scales, total
-
-
-def read_expert(
-    reader: TensorReader, tensors: Mapping[str, TensorInfo], layout: ModelLayout, layer: int, expert: int
-) -> tuple[ExpertWeights, QuantisationError | None]:
-    """One expert, and how far its weights were rounded; None where they were not."""
-    gate, gate_scales, gate_error = read_weight(
-        reader, tensors, layout.expert_weight(layer, expert, "gate_proj")
-    )
-    up, up_scales, up_error = read_weight(reader, tensors, layout.expert_weight(layer, expert, "up_proj"))
-    down, down_scales, down_error = read_weight(
-        reader, tensors, layout.expert_weight(layer, expert, "down_proj")
-    )
-    weights = ExpertWeights(gate, up, down, gate_scales, up_scales, down_scales)
-    errors = [error for error in (gate_error, up_error, down_error) if error is not None]
-    if not errors:
-        return weights, None
-    total = QuantisationError()
-    for error in errors:
-        total += error
-    return weights, total

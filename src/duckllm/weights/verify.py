@@ -18,14 +18,18 @@ from duckllm.weights.pack import ahead_of
 from duckllm.weights.progress_file import expert_hashes
 from duckllm.weights.reader import UNITS
 from duckllm.weights.safetensors_file import TensorReader, read_header
-from duckllm.weights.source import read_expert
+from duckllm.weights.source import ExpertTensors
 from duckllm.weights.units import unpack_expert_units
 
 Report = Callable[[str, int, int], object]
 
 
 def verify_conversion(
-    checkpoint: Checkpoint, layout: ModelLayout, manifest: Manifest, report: Report
+    checkpoint: Checkpoint,
+    layout: ModelLayout,
+    experts: ExpertTensors,
+    manifest: Manifest,
+    report: Report,
 ) -> None:
     """Checks every hash, and every weight and scale against the source.
 
@@ -48,7 +52,7 @@ def verify_conversion(
             path = manifest.folder / entry.file
             if expert_hashes(path) != entry.stripe_sha256:
                 raise WeightHashError(f"{path}: layer {layer}: stripe hashes differ from the manifest's")
-            compare = partial(_compare_expert, checkpoint, layout, manifest, reader, layer)
+            compare = partial(_compare_expert, experts, layout, manifest, reader, layer)
             for num_bytes in ahead_of(compare, layout.num_experts):
                 done += num_bytes
                 report(f"verifying {entry.file}", done, total)
@@ -66,7 +70,7 @@ def _compare_host_file(checkpoint: Checkpoint, manifest: Manifest, name: str, re
 
 
 def _compare_expert(
-    checkpoint: Checkpoint,
+    experts: ExpertTensors,
     layout: ModelLayout,
     manifest: Manifest,
     reader: TensorReader,
@@ -85,7 +89,7 @@ def _compare_expert(
         manifest.format,
         manifest.scale_layout,
     )
-    expected, _ = read_expert(reader, checkpoint.tensors, layout, layer, expert)
+    expected, _ = experts.read(reader, layer, expert)
     for item in fields(expected):
         if getattr(got, item.name).tobytes() != getattr(expected, item.name).tobytes():
             raise WeightHashError(

@@ -1,0 +1,143 @@
+"""Whether a checkpoint's tensors are the model's: everything that is not is named at once.
+
+Called by the converter, before it writes anything.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from duckllm.errors import CheckpointError
+from duckllm.weights.checkpoint import (
+    FP8,
+    Checkpoint,
+    check_type,
+    fp8_scales,
+    is_not_needed,
+    list_names,
+    list_problems,
+    scale_names,
+)
+from duckllm.weights.layout import ModelLayout
+from duckllm.weights.safetensors_file import TensorInfo, TensorReader
+from duckllm.weights.source import ExpertTensors
+
+_HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+# What the layers of multi-token prediction have of the model's embeddings and head, once more.
+_MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+_SCALES = re.compile(r"(.*scale.*|.*zero_point.*|qweight|qzeros)", re.IGNORECASE)
+_ALIKE = 0.8
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """The tensors of a checkpoint that a model needs.
+
+    Args:
+        experts: Those of the routed experts.
+        host: All others, with the scales of FP8 ones.
+    """
+
+    experts: ExpertTensors
+    host: tuple[TensorInfo, ...]
+
+
+def find_tensors(checkpoint: Checkpoint, layout: ModelLayout) -> ModelTensors:
+    """Every tensor that the model needs, in its shape and in a type that is understood.
+
+    Left out are tensors that no part of the model uses and that do no harm: scales of activations and of the
+    KV cache, positions that are computed here, and what repeats the embeddings or the head.
+
+    Raises:
+        CheckpointError: Names what is missing, misshaped or unknown, all at once.
+    """
+    tensors, experts = checkpoint.tensors, ExpertTensors(checkpoint, layout)
+    host, missing, problems = {}, [], []
+    for name, shape in layout.host_shapes.items():
+        info = tensors.get(name)
+        if info is None:
+            missing.append(name)
+            continue
+        host[name] = info
+        try:
+            check_type(info)
+            if info.shape != shape:
+                raise CheckpointError(f"{name}: got shape {list(info.shape)}, expected {list(shape)}")
+        except CheckpointError as error:
+            problems.append(str(error))
+    scales, scale_problems = fp8_scales(tensors, host.values(), checkpoint.quantisation)
+    missing += experts.missing
+    problems += experts.problems + scale_problems
+    known = {name for weight in host.values() if weight.dtype == FP8 for name in scale_names(weight.name)}
+    used = host.keys() | experts.names | known
+    problems += _unknown(checkpoint, layout, [name for name in tensors if name not in used], missing)
+    if missing:
+        problems.insert(0, f"{len(missing)} missing tensor(s): {list_names(missing)}")
+    if problems:
+        raise CheckpointError(f"{checkpoint.folder}: {list_problems(problems)}")
+    return ModelTensors(experts, (*host.values(), *(scale for scale, _ in scales.values())))
+
+
+def _unknown(
+    checkpoint: Checkpoint, layout: ModelLayout, names: Iterable[str], missing: Iterable[str]
+) -> list[str]:
+    """What is wrong with tensors that no part of the model uses, one clause each."""
+    problems, others = [], []
+    for name in names:
+        layer = layout.layer_of(name)
+        expert = re.search(r"\.experts\.(\d+)\.", name)
+        if _is_harmless(checkpoint, name, layer):
+            continue
+        if layer is not None and layer >= layout.num_layers:
+            problems.append(f"{name}: no such layer in config.json")
+        elif expert and layout.is_expert_tensor(name) and int(expert[1]) >= layout.num_experts:
+            problems.append(f"{name}: no such expert in config.json")
+        elif _SCALES.fullmatch(name.rsplit(".", 1)[-1]):
+            problems.append(f"{name}: belongs to no FP8 weight that is understood")
+        elif name == _HEAD:
+            problems.append(f"{name}: differs from {_EMBEDDINGS}, expected the same by tie_word_embeddings")
+        else:
+            others.append(name)
+    if others:
+        hints = _Hints(missing)
+        listed = list_names([hints.add_to(name) for name in others])
+        problems.append(f"{len(others)} unknown tensor(s): {listed}")
+    return problems
+
+
+def _is_harmless(checkpoint: Checkpoint, name: str, layer: int | None) -> bool:
+    if is_not_needed(name) or name.endswith("rotary_emb.inv_freq"):
+        return True
+    if layer is not None and layer >= checkpoint.config["num_hidden_layers"]:
+        return name.endswith(_MTP_COPIES)
+    return name == _HEAD and _same(checkpoint.tensors[name], checkpoint.tensors.get(_EMBEDDINGS))
+
+
+def _same(one: TensorInfo, other: TensorInfo | None) -> bool:
+    """Whether two tensors are equal to the last bit."""
+    if other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with TensorReader() as reader:
+        return all(a == b for a, b in zip(reader.chunks(one), reader.chunks(other), strict=True))
+
+
+class _Hints:
+    """Adds to unknown names the missing ones that they resemble."""
+
+    def __init__(self, missing: Iterable[str]) -> None:
+        # Only among names of the same layer and expert: a checkpoint has tens of thousands of them.
+        self._missing = defaultdict(list)
+        for name in missing:
+            self._missing[_numbers(name)].append(name)
+
+    def add_to(self, name: str) -> str:
+        alike = difflib.get_close_matches(name, self._missing.get(_numbers(name), ()), n=1, cutoff=_ALIKE)
+        return f"{name} (did you mean {alike[0]}?)" if alike else name
+
+
+def _numbers(name: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"\d+", name))
