@@ -18,6 +18,8 @@ from worker_harness import WorkerProcess, make_model, running_worker
 # Here and in processes that tests start: tiny models gain nothing from a library's second thread, and lose
 # much where others want the cores too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No test asks the Hugging Face hub: what looks like a model's name is refused without a look at the network.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -36,7 +36,8 @@ class LLM:
 
     Args:
         model: A converted model folder, a Hugging Face checkpoint folder (converted once, into the model
-            cache), or None for the demo model.
+            cache), a model on the hub (``"org/name"`` or ``"org/name@revision"``), or None for the demo
+            model.
         workers: A number of workers to start here, or the addresses of running ones (``"a:port,b:port"`` or a
             list); 0 computes the experts in this process.
         max_model_len: Most tokens of prompt and reply together; None for the model's longest context, or what

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from random_checkpoint import make_checkpoint
+from random_checkpoint import FP8_CONFIG, make_checkpoint
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -45,6 +45,16 @@ def test_text_outcome_tells_how_far_weights_were_rounded(tmp_path: Path) -> None
     assert "fp9 from BF16, 3 MoE layers (one of them MTP), " in result.stdout
     assert "rounded to e4m3: rms error 2." in result.stdout
     assert "verified" not in result.stdout
+
+
+def test_text_outcome_tells_why_fp8_was_rounded_again(tmp_path: Path) -> None:
+    config = FP8_CONFIG | {"weight_block_size": [16, 32]}
+    make_checkpoint(tmp_path / "src", quantization_config=config, scale_block=(16, 32))
+    result = CliRunner().invoke(app, [str(tmp_path / "src"), str(tmp_path / "dst")])
+    assert result.exit_code == 0, result.output
+    assert "fp9 from F8_E4M3, 3 MoE layers" in result.stdout
+    again = "rounded to e4m3 again, as the checkpoint has a scale for 16 x 32 weights: rms error "
+    assert again in result.stdout
 
 
 def test_the_format_is_an_option(tmp_path: Path) -> None:

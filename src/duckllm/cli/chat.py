@@ -51,7 +51,8 @@ def chat(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Model folder, converted or a Hugging Face checkpoint; the demo model by default."
+            help="Model folder, converted or a Hugging Face checkpoint, or a model on the hub, org/name; "
+            "the demo model by default."
         ),
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="Ask this, print the answer and leave.")] = None,

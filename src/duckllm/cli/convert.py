@@ -18,12 +18,17 @@ from duckllm.weights.checkpoint import load_json
 from duckllm.weights.console import ConsoleProgress
 from duckllm.weights.convert import convert as convert_checkpoint
 from duckllm.weights.manifest import Manifest
+from duckllm.weights.resolve import find_model
 
 
 # readable=False everywhere: what may not be read is an error of ours, as in every other place, and no usage.
 def convert(
     src: Annotated[
-        Path, typer.Argument(help="Hugging Face checkpoint folder.", show_default=False, readable=False)
+        str,
+        typer.Argument(
+            help="Hugging Face checkpoint folder, or a model on the hub: org/name or org/name@revision.",
+            show_default=False,
+        ),
     ],
     dst: Annotated[
         Path, typer.Argument(help="Folder to write; made if absent.", show_default=False, readable=False)
@@ -44,8 +49,14 @@ def convert(
     start_s = time.monotonic()
     try:
         with keys_unseen(), ConsoleProgress(f"Converting {src}") as progress:
+            place = find_model(src)
             manifest = convert_checkpoint(
-                src, dst, weight_format=weight_format, verify=verify, progress=progress
+                place.folder,
+                dst,
+                weight_format=weight_format,
+                verify=verify,
+                progress=progress,
+                origin=place.origin,
             )
     except KeyboardInterrupt:
         print(f"Stopped. The same command goes on where {dst} is now.", file=sys.stderr)
@@ -63,10 +74,13 @@ def summary(manifest: Manifest, verified: bool, seconds: float) -> dict[str, obj
         "architecture": manifest.architecture,
         "format": manifest.format,
         "source_dtype": manifest.source.get("dtype"),
+        "hub_id": manifest.source.get("hub_id"),
+        "revision": manifest.source.get("revision"),
         "moe_layers": len(manifest.expert_layers),
         "mtp_layers": sum(layer >= num_hidden_layers for layer in manifest.expert_layers),
         "expert_bytes": sum(entry.bytes for entry in manifest.expert_layers.values()),
         "host_bytes": sum(entry.bytes for entry in manifest.host_files.values()),
+        "requantised": manifest.source.get("requantised", "") if error else "",
         "rms_relative_error": error["rms_relative"] if error else 0.0,
         "max_relative_error": error["max_relative"] if error else 0.0,
         "flushed_to_zero": error["flushed"] if error else 0,
@@ -85,15 +99,18 @@ def describe(outcome: dict[str, object]) -> str:
     num_mtp = outcome["mtp_layers"]
     mtp = f" ({'one' if num_mtp == 1 else num_mtp} of them MTP)" if num_mtp else ""
     checked = ", verified bit for bit" if outcome["verified"] else ""
+    origin = f" of {outcome['hub_id']} at {outcome['revision']}" if outcome["hub_id"] else ""
     lines = [
         f"{outcome['folder']}: {outcome['architecture']}, "
-        f"{outcome['format']} from {outcome['source_dtype']}, "
+        f"{outcome['format']} from {outcome['source_dtype']}{origin}, "
         f"{outcome['moe_layers']} MoE layers{mtp}, {expert_bytes / 1e9:.3f} GB of experts, "
         f"{host_bytes / 1e9:.3f} GB for the host, {outcome['seconds']} s{checked}",
     ]
     if outcome["rms_relative_error"]:
+        requantised = outcome["requantised"]
+        why = f" again, as the checkpoint has {requantised}" if requantised else ""
         lines.append(
-            f"rounded to e4m3: rms error {outcome['rms_relative_error']:.3%} of the weights' rms, "
+            f"rounded to e4m3{why}: rms error {outcome['rms_relative_error']:.3%} of the weights' rms, "
             f"at most {outcome['max_relative_error']:.1%} of a weight in the normal range, "
             f"{outcome['flushed_to_zero']} weights became zero"
         )

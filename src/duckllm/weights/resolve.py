@@ -1,12 +1,15 @@
 """From what a user calls a model to the folder of a converted one, converting once where that is needed.
 
-Called by the host and by commands that take a model. Conversions go into the model cache, a folder a model,
-named by its name, its fingerprint and the format's version: a changed checkpoint gets a folder of its own.
+Called by the host and by commands that take a model. A name is that of a folder, or of a model on the hub.
+Conversions go into the model cache, a folder a model, named by its name, its fingerprint and the format's
+version: a changed checkpoint gets a folder of its own.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from duckllm.demo import CHECKPOINT
@@ -15,6 +18,7 @@ from duckllm.weights.checkpoint import Checkpoint
 from duckllm.weights.console import ConsoleProgress
 from duckllm.weights.convert import Progress, convert
 from duckllm.weights.files import model_errors
+from duckllm.weights.hub import HubModel
 from duckllm.weights.manifest import FORMAT_VERSION, MANIFEST_FILE, Manifest
 from duckllm.weights.progress_file import PROGRESS_FILE
 
@@ -38,33 +42,74 @@ def cache_folder() -> Path:
         raise ConfigError(CACHE_VARIABLE, None, "a folder, as this user has no home") from error
 
 
-def resolve_model(model: str | Path | None, progress: Progress | None = None) -> Path:
-    """The folder of a converted model.
+@dataclass(frozen=True)
+class ModelPlace:
+    """Where a model lies.
 
     Args:
-        model: A converted folder (returned as it is), a Hugging Face checkpoint folder (converted once into
-            the model cache), or None for the demo model.
-        progress: As for :func:`duckllm.weights.convert.convert`; the console by default.
+        folder: Its folder, a checkpoint's or a converted one.
+        name: What its folder in the model cache is called after.
+        origin: ``hub_id`` and ``revision``, where it is from the hub.
+    """
+
+    folder: Path
+    name: str
+    origin: Mapping[str, str]
+
+
+def find_model(model: str | Path | None) -> ModelPlace:
+    """The folder that a model's name stands for.
+
+    Args:
+        model: A folder, a model on the Hugging Face hub as ``org/name`` or ``org/name@revision``, or None for
+            the demo model. A folder of that name comes before the hub, and the hub's local cache before a
+            download.
 
     Raises:
-        ModelNotFoundError: No such folder, or no model in it.
-        ModelError: The folder's content cannot be used.
-        DiskSpaceError: No room in the model cache.
-
-    Threading: safe from any number of processes at once; one converts, the others wait for it.
+        ModelNotFoundError: Neither a folder nor a model on the hub that can be had.
+        CheckpointError: The hub's local cache holds a part of it, and the rest cannot be had.
+        DiskSpaceError: No room for a download.
+        MissingPackageError: A model on the hub, without huggingface_hub.
     """
     if model is not None and not str(model):
-        raise ModelNotFoundError("model: got an empty name, expected a folder")
+        raise ModelNotFoundError("model: got an empty name, expected a folder or a model on the hub")
     try:
         folder = CHECKPOINT if model is None else Path(model).expanduser()
     except RuntimeError as error:
         raise ModelNotFoundError(f"{model}: no such folder ({error})") from error
     with model_errors(folder):
-        found = folder.is_dir()
+        found, is_free = folder.is_dir(), not folder.exists()
+    if found:
+        return ModelPlace(folder, DEMO_NAME if model is None else folder.resolve().name, {})
+    hub_model = HubModel.parse(str(model)) if is_free else None
+    if hub_model is None:
+        raise ModelNotFoundError(f"{folder}: no such folder")
+    folder = hub_model.find()
+    origin = {"hub_id": hub_model.repo_id, "revision": folder.name}
+    return ModelPlace(folder, hub_model.repo_id.replace("/", "--"), origin)
+
+
+def resolve_model(model: str | Path | None, progress: Progress | None = None) -> Path:
+    """The folder of a converted model.
+
+    Args:
+        model: What :func:`find_model` takes. A converted folder is returned as it is; a checkpoint is
+            converted once into the model cache.
+        progress: As for :func:`duckllm.weights.convert.convert`; the console by default.
+
+    Raises:
+        ModelNotFoundError: No such folder, or no model in it, and none on the hub.
+        ModelError: The folder's content cannot be used.
+        DiskSpaceError: No room in the model cache, or for a download.
+        MissingPackageError: A model on the hub, without huggingface_hub.
+
+    Threading: safe from any number of processes at once; one converts, the others wait for it.
+    """
+    place = find_model(model)
+    folder = place.folder
+    with model_errors(folder):
         is_converted = (folder / MANIFEST_FILE).is_file()
         is_unfinished = (folder / PROGRESS_FILE).is_file()
-    if not found:
-        raise ModelNotFoundError(f"{folder}: no such folder")
     if is_converted:
         Manifest.load(folder).check_files()
         return folder
@@ -72,14 +117,13 @@ def resolve_model(model: str | Path | None, progress: Progress | None = None) ->
         raise ModelNotFoundError(
             f"{folder}: holds an unfinished conversion, expected a whole one; run duckllm convert again"
         )
-    name = DEMO_NAME if model is None else folder.resolve().name
     with model_errors(folder):
         fingerprint = Checkpoint.open(folder).fingerprint()[:12]
     # Another version of the format gets another folder: an older program may still use the old one.
-    destination = cache_folder() / f"{name}-v{FORMAT_VERSION}-{fingerprint}"
+    destination = cache_folder() / f"{place.name}-v{FORMAT_VERSION}-{fingerprint}"
     if progress is not None:
-        convert(folder, destination, progress=progress)
+        convert(folder, destination, progress=progress, origin=place.origin)
     else:
-        with ConsoleProgress(f"Converting {name} into {destination}") as shown:
-            convert(folder, destination, progress=shown)
+        with ConsoleProgress(f"Converting {place.name} into {destination}") as shown:
+            convert(folder, destination, progress=shown, origin=place.origin)
     return destination
