@@ -103,3 +103,8 @@ def is_utf8(text: str) -> bool:
 def available_cores() -> int:
     """Cores that this process may run on (its affinity mask, not the machine's count)."""
     return len(os.sched_getaffinity(0))
+
+
+def threads_in_words(count: int) -> str:
+    """``"1 thread"``, ``"2 threads"``."""
+    return f"{count} thread" if count == 1 else f"{count} threads"

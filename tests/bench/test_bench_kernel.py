@@ -346,7 +346,7 @@ def test_the_command_ends_with_one_json_line(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     first, *_, last = done.stdout.splitlines()
-    assert "1 threads, scalar, cold" in first
+    assert "1 thread, scalar, cold" in first
     assert saved.read_text() == f"before\n{last}\n"
     result = json.loads(last)
     assert set(result) == {

@@ -27,7 +27,7 @@ from duckllm.bench.roofline import (
     measure_roofline,
     thread_counts,
 )
-from duckllm.cli.bench import parse_numbers, parse_size
+from duckllm.cli.bench import parse_numbers, parse_size, parse_words
 from duckllm.cli.main import app
 from duckllm.config import available_cores
 from duckllm.errors import ConfigError, DuckError, MissingPackageError
@@ -135,20 +135,23 @@ def test_sizes_and_threads_are_read() -> None:
         0, 4096, 3072, 512 << 20, 2 << 30,
     ]  # fmt: skip
     assert parse_numbers("threads", " ") == ()
-    assert parse_numbers("threads", "4, 1") == (4, 1)
+    assert parse_numbers("threads", "4, 1, 4") == (4, 1)
+    assert parse_words("fp9, fp8,fp9") == ("fp9", "fp8")
 
 
 def test_the_command_prints_json_and_draws(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    picture = tmp_path / "roof.png"
+    picture, saved = tmp_path / "roof.png", tmp_path / "lines.jsonl"
+    saved.write_text("before\n")
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "duckllm", "bench", "roofline",
-         *TINY, "--json", "--plot", picture],
+         *TINY, "--json", "--plot", picture, "--save", saved],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     [line] = done.stdout.splitlines()
+    assert saved.read_text() == f"before\n{line}\n"
     result = json.loads(line)
     assert set(result) == {
         "benchmark", "commit", "date", "cpu", "cores", "kernel", "caches", "other_load_cores", "threads",

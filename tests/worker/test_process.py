@@ -255,7 +255,7 @@ def test_without_the_flag_its_input_does_not_matter(tmp_path: Path) -> None:
             assert process.stdout is not None
             line = process.stdout.readline()
             found = re.fullmatch(
-                r"worker listening on (\S+):(\d+) \((\w+), 1 threads, without a cluster token\); "
+                r"worker listening on (\S+):(\d+) \((\w+), 1 thread, without a cluster token\); "
                 r"Ctrl-C stops it\n",
                 line,
             )

@@ -14,7 +14,7 @@ from rich.table import Table
 from duckllm.bench.ablation import EXPERTS, HIDDEN_SIZE, TILE_EXPERTS, TILE_ROWS, AblationRun, Trial
 from duckllm.bench.kernel_report import alone_notes
 from duckllm.bench.machine import commit, cpu_name
-from duckllm.config import available_cores
+from duckllm.config import available_cores, threads_in_words
 
 ABLATION_CAVEATS = (
     "faster: production's time over the variant's in the same round, minus 1; below 0 is slower. Its "
@@ -59,7 +59,7 @@ def trial_json(trial: Trial) -> dict[str, object]:
 def print_ablation(run: AblationRun, console: Console) -> None:
     """A table for each slice, one for the tile kernels, and what the figures do not say."""
     console.print(
-        f"{cpu_name()}, {run.threads} threads, {run.isa}, commit {commit()}. Medians of "
+        f"{cpu_name()}, {threads_in_words(run.threads)}, {run.isa}, commit {commit()}. Medians of "
         f"{run.config.repeats} rounds. Every variant was verified against production."
     )
     for note in alone_notes(run.other_load):

@@ -16,7 +16,7 @@ from duckllm.bench.kernel import SAME, SHAPES, KernelLine, KernelRun, derived
 from duckllm.bench.machine import OtherLoad, commit, cpu_name
 from duckllm.bench.points import Point
 from duckllm.bench.roofline import QUIET_CORES
-from duckllm.config import available_cores
+from duckllm.config import available_cores, threads_in_words
 
 HEADINGS = (
     "format", "K", "T", "ids", "us", "Gparam/s", "GB/s", "read", "share", "best", "GFLOP/s", "FMA",
@@ -103,9 +103,9 @@ def print_kernels(run: KernelRun, console: Console) -> None:
     if run.config.prefill == "bf16" and run.lines:
         isa += f", more than 8 rows of an expert with {run.lines[0].prefill}"
     console.print(
-        f"{cpu_name()}, {run.threads} threads, {isa}, {'hot' if run.config.hot else 'cold'}, commit "
-        f"{commit()}. Multiply-add peak {run.fma_gflop_per_s:.0f} GFLOP/s. Medians of {run.config.repeats} "
-        "rounds. Every line was verified against float64."
+        f"{cpu_name()}, {threads_in_words(run.threads)}, {isa}, {'hot' if run.config.hot else 'cold'}, "
+        f"commit {commit()}. Multiply-add peak {run.fma_gflop_per_s:.0f} GFLOP/s. "
+        f"Medians of {run.config.repeats} rounds. Every line was verified against float64."
     )
     for note in [*run.notes, *alone_notes(run.other_load)]:
         console.print(note)

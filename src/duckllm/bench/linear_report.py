@@ -20,7 +20,7 @@ from duckllm.bench.kernel import KernelConfig
 from duckllm.bench.kernel_report import alone_notes
 from duckllm.bench.linear import FORMATS, MODELS, LinearResult, LinearShape, linear_results
 from duckllm.bench.machine import LoadMeter, OtherLoad, available_memory_bytes, commit, cpu_name, read_caches
-from duckllm.config import available_cores
+from duckllm.config import available_cores, threads_in_words
 
 LINEAR_ROWS = (1, 8)
 
@@ -109,8 +109,8 @@ def linear_json(run: LinearRun) -> dict[str, object]:
 def print_linear(run: LinearRun, console: Console) -> None:
     """One table of all layers."""
     console.print(
-        f"{cpu_name()}, {run.threads} threads, {run.isa}, cold, commit {commit()}. Medians of {run.repeats} "
-        "rounds. Every line was verified against float64."
+        f"{cpu_name()}, {threads_in_words(run.threads)}, {run.isa}, cold, commit {commit()}. "
+        f"Medians of {run.repeats} rounds. Every line was verified against float64."
     )
     for note in alone_notes(run.other_load):
         console.print(note)

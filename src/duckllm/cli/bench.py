@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from duckllm.config import threads_in_words
 from duckllm.errors import ConfigError
 
 ROOFLINE_EXAMPLES = """\b
@@ -59,6 +60,9 @@ def roofline(
     plot: Annotated[
         Path | None, typer.Option(help="Draw the roofline into this PNG file.", show_default=False)
     ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Append the JSON object to this file.", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Measure the ceilings of memory and arithmetic, and place the expert kernels below them.
@@ -85,18 +89,21 @@ def roofline(
     )
     if plot is not None:
         check_plot(plot)
+    if save is not None:
+        check_save(save)
     with Waiting("Measuring", after_s=0.5):
         measured = measure_roofline(config)
-    if as_json:
-        print(json.dumps(measured.to_json()))
-    else:
+    if not as_json:
         print_roofline(measured, Console(soft_wrap=False, highlight=False, markup=False))
+        append_line(json.dumps(measured.to_json()), save)
+    else:
+        print_line(measured.to_json(), save)
     if plot is not None:
         most = max(ceiling.threads for ceiling in measured.ceilings)
         with writing("plot", plot):
             write_plot(
                 plot,
-                f"{cpu_name()}, {most} threads",
+                f"{cpu_name()}, {threads_in_words(most)}",
                 measured.memory_roofs(),
                 measured.compute_roofs(),
                 [placed.point for placed in measured.points],
@@ -182,7 +189,7 @@ def kernel(
         print_kernels(measured, Console(soft_wrap=False, highlight=False, markup=False))
     print_line(run_json(measured), save)
     if plot is not None:
-        title = f"{cpu_name()}, {measured.threads} threads"
+        title = f"{cpu_name()}, {threads_in_words(measured.threads)}"
         with writing("plot", plot):
             write_plot(plot, title, *roofs(measured), plot_points(measured.lines))
 
@@ -225,6 +232,15 @@ def print_line(values: dict[str, object], save: Path | None) -> None:
     """Prints a result as one line of JSON, then appends it to a file: what was measured is not lost."""
     line = json.dumps(values)
     print(line)
+    append_line(line, save)
+
+
+def append_line(line: str, save: Path | None) -> None:
+    """Appends a line to the file that was asked for, if one was.
+
+    Raises:
+        ConfigError: It could not be written.
+    """
     if save is not None:
         with writing("save", save), save.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
@@ -307,8 +323,8 @@ def check_save(path: Path) -> None:
 
 
 def parse_words(text: str) -> tuple[str, ...]:
-    """The words of ``"fp9,fp8"``; none from an empty text."""
-    return tuple(word.strip() for word in text.split(",")) if text.strip() else ()
+    """The words of ``"fp9,fp8"``, each once; none from an empty text."""
+    return tuple(dict.fromkeys(word.strip() for word in text.split(","))) if text.strip() else ()
 
 
 def parse_numbers(field: str, text: str) -> tuple[int, ...]:
@@ -320,7 +336,7 @@ def parse_numbers(field: str, text: str) -> tuple[int, ...]:
     words = parse_words(text)
     if not all(word.isascii() and word.isdigit() and len(word) <= 9 for word in words):
         raise ConfigError(field, text, "numbers with commas between, like 1,2,4")
-    return tuple(int(word) for word in words)
+    return tuple(dict.fromkeys(int(word) for word in words))
 
 
 def parse_size(text: str) -> int:

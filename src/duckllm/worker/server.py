@@ -23,6 +23,7 @@ from duckllm import _native
 from duckllm._native import ErrorCode
 from duckllm.cluster.address import Address, is_loopback, parse_address
 from duckllm.cluster.token import TOKEN_VARIABLE
+from duckllm.config import threads_in_words
 from duckllm.errors import ConfigError
 from duckllm.worker.config import WorkerConfig
 from duckllm.worker.session import Sessions
@@ -154,7 +155,8 @@ def run_worker(config: WorkerConfig, *, json_output: bool = False) -> None:
         line = json.dumps(facts)
     else:
         line = (
-            f"worker listening on {server.address} ({isa}, {config.resolved_threads} threads, "
+            f"worker listening on {server.address} "
+            f"({isa}, {threads_in_words(config.resolved_threads)}, "
             f"{'with' if config.token else 'without'} a cluster token); Ctrl-C stops it"
         )
     write_line(sys.stdout, line)
