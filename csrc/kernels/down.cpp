@@ -77,9 +77,9 @@ void Experts::Impl::down_tiles(Workspace& workspace, uint32_t expert, uint32_t f
         for (uint32_t row = 0; row < count; ++row) out[row] = pair_y[pair + row] + record * kRecordRows;
         for (uint32_t i = 0; i < num_stripes; ++i) {
           const Unit at = unit(expert, stripe + i);
-          kernels.tile_of_down(at.down + record * record_bytes(shape.format), workspace.tile.data());
           const TileScales factors =
               down_factors(down_scales(expert, at), record, sum_postscale(shape.format));
+          kernels.tile_of_down(at.down + record * record_bytes(shape.format), workspace.tile.data());
           table.multiply(workspace.panel.data() + i * kStripeChannels / 2, workspace.tile.data(),
                          kStripeChannels / 2, factors.lanes, out, count);
         }
@@ -112,13 +112,13 @@ void Experts::Impl::down_bf16(Workspace& workspace, uint32_t expert, uint32_t fi
       const uint32_t num_pairs = ceil_div(num_stripes * kStripePairs, kBf16StepPairs) * kBf16StepPairs;
       std::fill(tile + num_stripes * kStripePairs * kBf16Lanes, tile + num_pairs * kBf16Lanes, 0u);
       for (uint32_t record = first; record < end; ++record) {
+        const TileScales factors = down_factors(scales, record, bf16_postscale(shape.format));
         for (uint32_t i = 0; i < num_stripes; ++i) {
           format.tile_of_down(records[i] + record * record_bytes(shape.format),
                               tile + i * kStripePairs * kBf16Lanes);
         }
         float* out[kChunkRows];
         for (uint32_t row = 0; row < count; ++row) out[row] = pair_y[pair + row] + record * kRecordRows;
-        const TileScales factors = down_factors(scales, record, bf16_postscale(shape.format));
         bf16->multiply(panel, tile, num_pairs, factors.lanes, out, count);
       }
     }
