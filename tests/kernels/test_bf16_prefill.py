@@ -92,7 +92,7 @@ def test_within_its_bound_of_float64(new: New, hidden: int, intermediate: int, w
     y = new(layer, format=weight_format).run(pack(layer, weight_format), x, topk_ids, topk_weights)
     assert np.all(abs(y - exact) <= bound)
     # Far below the worst case, as errors cancel; and far above f32's, so it is bf16 that computed.
-    assert 1e-4 < abs(y - exact).max() / abs(exact).max() < 6e-3
+    assert 1e-4 < abs(y - exact).max() / abs(exact).max() < 1e-2
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
@@ -210,7 +210,7 @@ def test_slices_that_cut_scale_blocks(new: New, first: int, count: int, scale_la
     exact, bound = expert_sums(layer, x, ids, weights, channels, bf16=True)
     y = new(layer, first_stripe=first, num_stripes=count).run(pack(layer), x, ids, weights)
     assert np.all(abs(y - exact) <= bound)
-    assert 1e-4 < abs(y - exact).max() / abs(exact).max() < 6e-3
+    assert 1e-4 < abs(y - exact).max() / abs(exact).max() < 1e-2
 
 
 def test_experts_of_few_rows_stay_in_f32(new: New) -> None:
