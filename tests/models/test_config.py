@@ -70,9 +70,10 @@ def test_sparse_layers_are_known_by_the_name_of_every_transformers(name: str) ->
 
 def test_an_unknown_rope_type_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(
-        UnsupportedModelError, match="rope_scaling type: got 'linear', expected one of default, yarn"
+        UnsupportedModelError,
+        match="rope_scaling type: got 'dynamic', expected one of default, linear, llama3, yarn",
     ):
-        load(tmp_path, rope_scaling={"type": "linear", "factor": 2.0})
+        load(tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0})
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from duckllm.moe.router import GroupLimitedRouter, SigmoidRouting
+from duckllm.moe.router import GroupLimitedRouter, SigmoidRouting, SoftmaxRouter, SoftmaxRouting
 
 HIDDEN, EXPERTS = 24, 16
 
@@ -81,3 +81,39 @@ def test_a_row_does_not_see_the_other_rows() -> None:
     ids, _ = router(x)
     for row in range(20):
         assert router(x[row : row + 1])[0].tolist() == [ids[row].tolist()]
+
+
+def make_softmax_router(normalize: bool) -> SoftmaxRouter:
+    weight = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(3))
+    return SoftmaxRouter(weight, SoftmaxRouting(top_k=3, normalize=normalize))
+
+
+def route_one_by_softmax(router: SoftmaxRouter, x: list[float]) -> list[tuple[int, float]]:
+    """The scalar twin: plain loops over Python floats."""
+    logits = [sum(a * b for a, b in zip(weights, x, strict=True)) for weights in router.weight.tolist()]
+    exponentials = [math.exp(logit - max(logits)) for logit in logits]
+    shares = [value / sum(exponentials) for value in exponentials]
+    chosen = sorted(range(len(shares)), key=lambda e: (-shares[e], e))[: router.routing.top_k]
+    total = sum(shares[e] for e in chosen) if router.routing.normalize else 1.0
+    return [(e, shares[e] / total) for e in chosen]
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_softmax_routes_as_the_scalar_twin(normalize: bool) -> None:
+    router = make_softmax_router(normalize)
+    x = torch.randn(50, HIDDEN, generator=torch.Generator().manual_seed(4))
+    ids, weights = router(x)
+    assert (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
+    for row in range(50):
+        expected = route_one_by_softmax(router, x[row].tolist())
+        assert ids[row].tolist() == [e for e, _ in expected]
+        assert weights[row].tolist() == pytest.approx([w for _, w in expected], rel=1e-5)
+        assert router(x[row : row + 1])[0].tolist() == [ids[row].tolist()]
+
+
+def test_softmax_gives_equal_scores_to_the_lowest_numbers() -> None:
+    router = make_softmax_router(normalize=False)
+    router.weight.zero_()
+    ids, weights = router(torch.ones(2, HIDDEN))
+    assert ids.tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert weights.flatten().tolist() == pytest.approx([1 / EXPERTS] * 6)

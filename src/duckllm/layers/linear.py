@@ -111,48 +111,64 @@ class Linear:
         Raises:
             CheckpointError: A tensor is missing, or its shape, type or scale is not what it should be.
         """
-        linear = cls.load_joined(
-            tensors, (name,), out_features, in_features, dtype, runtime=runtime, factor=factor
+        return cls.load_joined(
+            tensors, (name,), (out_features,), in_features, dtype, bias, runtime=runtime, factor=factor
         )
-        if bias:
-            linear.bias = load_tensor(tensors, f"{name}.bias", (out_features,), dtype)
-        return linear
 
     @classmethod
     def load_joined(
         cls,
         tensors: HostTensors,
         names: Sequence[str],
-        out_features: int,
+        out_features: Sequence[int],
         in_features: int,
         dtype: torch.dtype,
+        bias: bool = False,
         *,
         runtime: LinearRuntime | None = None,
         factor: float = 1.0,
     ) -> Linear:
-        """Layers of one shape as one, whose outputs lie side by side; arguments as :meth:`load` has them."""
-        shape = (out_features, in_features)
+        """Layers of one input as one, whose outputs lie side by side; arguments as :meth:`load` has them."""
+        linear = cls._load_weights(tensors, names, out_features, in_features, dtype, runtime, factor)
+        if bias:
+            parts = zip(names, out_features, strict=True)
+            biases = [load_tensor(tensors, f"{name}.bias", (size,), dtype) for name, size in parts]
+            linear.bias = biases[0] if len(biases) == 1 else torch.cat(biases)
+        return linear
+
+    @classmethod
+    def _load_weights(
+        cls,
+        tensors: HostTensors,
+        names: Sequence[str],
+        out_features: Sequence[int],
+        in_features: int,
+        dtype: torch.dtype,
+        runtime: LinearRuntime | None,
+        factor: float,
+    ) -> Linear:
         stored = [tensors.stored_linear(name) for name in names]
         types = {weight.dtype for weight, _ in stored}
         if runtime is None or dtype != torch.float32 or len(types) > 1 or not types <= {*_NATIVE_TYPES}:
-            weights = [load_weight(tensors, name, *shape, dtype) for name in names]
+            parts = zip(names, out_features, strict=True)
+            weights = [load_weight(tensors, name, size, in_features, dtype) for name, size in parts]
             joined = weights[0] if len(weights) == 1 else torch.cat(weights)
             return cls(joined if factor == 1.0 else joined * factor)
-        for name, (weight, _) in zip(names, stored, strict=True):
-            _checked(weight, f"{name}.weight", shape)
+        for name, size, (weight, _) in zip(names, out_features, stored, strict=True):
+            _checked(weight, f"{name}.weight", (size, in_features))
         # A power of two changes no scale's mantissa; any other factor would round all of them.
         fold = math.frexp(factor)[0] == 0.5 and stored[0][1] is not None
         if fold:
             stored = [(weight, scales * factor) for weight, scales in stored if scales is not None]
         if len(stored) > 1 and _joinable(stored, out_features):
-            # One product instead of two: the small ones cost more to start than to compute.
+            # One product instead of several: the small ones cost more to start than to compute.
             stored = [_join(stored)]
             names = (" and ".join(names),)
-        parts = [
+        packed = [
             _packed(name, weight, scales, runtime)
             for name, (weight, scales) in zip(names, stored, strict=True)
         ]
-        return cls(parts, None, runtime, 1.0 if fold else factor)
+        return cls(packed, None, runtime, 1.0 if fold else factor)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The product, with the factor and the bias."""
@@ -172,10 +188,14 @@ class Linear:
         return y if self._factor == 1.0 else y.mul_(self._factor)
 
 
-def _joinable(stored: Sequence[tuple[torch.Tensor, torch.Tensor | None]], out_features: int) -> bool:
-    """Whether weights of one shape and type, one above the other, are one weight with scales of one kind."""
-    shapes = {None if scales is None else tuple(scales.shape) for _, scales in stored}
-    return shapes <= {None, (out_features, 1)} or (len(shapes) == 1 and out_features % _SCALE_BLOCK == 0)
+def _joinable(
+    stored: Sequence[tuple[torch.Tensor, torch.Tensor | None]], out_features: Sequence[int]
+) -> bool:
+    """Whether weights of one type, one above the other, are one weight with scales of one kind."""
+    sizes = zip(stored, out_features, strict=True)
+    by_row = [scales is None or tuple(scales.shape) == (size, 1) for (_, scales), size in sizes]
+    # Blocks have to end where a weight does, but for the last one.
+    return all(by_row) or (not any(by_row) and all(size % _SCALE_BLOCK == 0 for size in out_features[:-1]))
 
 
 def _join(
@@ -214,7 +234,7 @@ class GatedMLP:
         self.gate_up = Linear.load_joined(
             tensors,
             (f"{prefix}.gate_proj", f"{prefix}.up_proj"),
-            intermediate_size,
+            (intermediate_size, intermediate_size),
             hidden_size,
             dtype,
             runtime=runtime,

@@ -1,7 +1,7 @@
-"""Rotary position embedding in the two layouts that the DeepSeek family uses.
+"""Rotary position embedding in its two layouts.
 
-Called by the attention layers. MLA pairs neighbours, (x0, x1), (x2, x3), ...; the sparse-attention indexer
-pairs the halves, (x0, x[D/2]), (x1, x[D/2 + 1]), ... The same angles serve both.
+Called by the attention layers. MLA pairs neighbours, (x0, x1), (x2, x3), ...; grouped-query attention and the
+sparse-attention indexer pair the halves, (x0, x[D/2]), (x1, x[D/2 + 1]), ... The same angles serve both.
 """
 
 from __future__ import annotations

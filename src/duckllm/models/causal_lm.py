@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from duckllm.layers.linear import GatedMLP, Linear, load_tensor
-from duckllm.layers.mla import MLAttention
+from duckllm.layers.gqa import GQAShape, GQAttention
+from duckllm.layers.linear import GatedMLP, Linear, load_tensor, load_weight
+from duckllm.layers.mla import MLAShape, MLAttention
 from duckllm.layers.norm import RMSNorm
 from duckllm.layers.rope import RotaryTable
 from duckllm.layers.runtime import LinearRuntime
 from duckllm.layers.step import LayerCache, StepContext
 from duckllm.models.config import ModelConfig
-from duckllm.moe.router import GroupLimitedRouter
+from duckllm.moe.router import GroupLimitedRouter, SoftmaxRouter, SoftmaxRouting
 
 if TYPE_CHECKING:
     from duckllm.moe.executor import ExpertExecutor
@@ -55,7 +56,11 @@ class MoEBlock:
         self.layer, self.experts = layer, experts
         self.router = _load_router(tensors, f"{prefix}.gate", config)
         self.shared: GatedMLP | None = None
+        self.shared_gate: torch.Tensor | None = None
         if config.shared:
+            if config.shared.gate:
+                gate = f"{prefix}.{config.shared.gate}"
+                self.shared_gate = load_weight(tensors, gate, 1, config.hidden_size, dtype)
             self.shared = GatedMLP(
                 tensors,
                 f"{prefix}.{config.shared.name}",
@@ -69,15 +74,33 @@ class MoEBlock:
         """The block's output for tokens [T, H], without the residual."""
         pending = self.experts.submit(self.layer, x.float(), *self.router(x))
         shared = self.shared(x) if self.shared is not None else None
+        if shared is not None and self.shared_gate is not None:
+            shared.mul_(F.linear(x, self.shared_gate).sigmoid_())
         routed = pending.wait().to(x.dtype)
         return routed if shared is None else shared.add_(routed)
 
 
-def _load_router(tensors: HostTensors, prefix: str, config: ModelConfig) -> GroupLimitedRouter:
+def _load_router(
+    tensors: HostTensors, prefix: str, config: ModelConfig
+) -> GroupLimitedRouter | SoftmaxRouter:
     shape = (config.num_experts, config.hidden_size)
     weight = load_tensor(tensors, f"{prefix}.weight", shape, torch.float32)
+    if isinstance(config.routing, SoftmaxRouting):
+        return SoftmaxRouter(weight, config.routing)
     bias = load_tensor(tensors, f"{prefix}.e_score_correction_bias", shape[:1], torch.float32)
     return GroupLimitedRouter(weight, bias, config.routing)
+
+
+def _load_attention(
+    tensors: HostTensors,
+    prefix: str,
+    shape: MLAShape | GQAShape,
+    dtype: torch.dtype,
+    runtime: LinearRuntime | None,
+) -> MLAttention | GQAttention:
+    if isinstance(shape, GQAShape):
+        return GQAttention(tensors, prefix, shape, dtype, runtime)
+    return MLAttention(tensors, prefix, shape, dtype, runtime)
 
 
 class DecoderLayer:
@@ -95,10 +118,12 @@ class DecoderLayer:
         prefix = f"model.layers.{layer}"
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_norm = RMSNorm(tensors, f"{prefix}.input_layernorm", size, eps)
-        self.attention = MLAttention(tensors, f"{prefix}.self_attn", config.attention[layer], dtype, runtime)
+        self.attention = _load_attention(
+            tensors, f"{prefix}.self_attn", config.attention[layer], dtype, runtime
+        )
         self.mlp_norm = RMSNorm(tensors, f"{prefix}.post_attention_layernorm", size, eps)
         self.mlp: MoEBlock | GatedMLP = (
-            MoEBlock(tensors, f"{prefix}.mlp", layer, config, experts, dtype, runtime)
+            MoEBlock(tensors, f"{prefix}.{config.moe_block}", layer, config, experts, dtype, runtime)
             if config.is_moe_layer[layer]
             else GatedMLP(tensors, f"{prefix}.mlp", size, config.intermediate_size, dtype, runtime)
         )

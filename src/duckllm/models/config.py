@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from duckllm.errors import CheckpointError, UnsupportedModelError
+from duckllm.layers.gqa import GQAShape
 from duckllm.layers.mla import MLAShape
-from duckllm.moe.router import SigmoidRouting
+from duckllm.moe.router import SigmoidRouting, SoftmaxRouting
 from duckllm.text.quiet import quiet_transformers
 from duckllm.weights.checkpoint import load_json
 from duckllm.weights.layout import check_bounds
@@ -27,7 +28,7 @@ _UNREADABLE = (
     *(RuntimeError, AssertionError),
 )
 _SHOWN_CHARS = 300
-_ROPE_TYPES = ("default", "yarn")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,12 @@ class SharedExpert:
     Args:
         name: Its name below the layer's ``mlp``.
         intermediate_size: Its width; several shared experts are one that is as wide as all.
+        gate: Name of the matrix whose sigmoid its output is multiplied with; None where it has none.
     """
 
     name: str
     intermediate_size: int
+    gate: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class ModelConfig:
         is_moe_layer: Of each layer, whether it has routed experts.
         routing: How experts are chosen.
         shared: The shared expert of a layer with routed experts; None where there is none.
+        moe_block: Name of that layer's block of router and experts.
     """
 
     vocab_size: int
@@ -73,13 +77,14 @@ class ModelConfig:
     moe_intermediate_size: int
     num_experts: int
     is_moe_layer: tuple[bool, ...]
-    routing: SigmoidRouting
+    routing: SigmoidRouting | SoftmaxRouting
     shared: SharedExpert | None
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    attention: tuple[MLAShape, ...]
+    attention: tuple[MLAShape | GQAShape, ...]
     rotary: Rotary
+    moe_block: str = "mlp"
 
     @property
     def num_hidden_layers(self) -> int:
@@ -156,22 +161,29 @@ def require_only(parsed: Any, supported: Mapping[str, object]) -> None:
             raise UnsupportedModelError(f"config.json: {field}: got {got!r}, expected {value!r}")
 
 
-def check_rope(parsed: Any) -> None:
+def check_rope(parsed: Any, *, partial: bool = False) -> None:
     """Refuses rotary embeddings that are not implemented, before anything is computed with them.
+
+    Args:
+        parsed: What transformers has parsed.
+        partial: Whether the family can turn a part of a head's dimensions.
 
     Raises:
         UnsupportedModelError: Another type, or one that turns a part of the dimensions.
         CheckpointError: A factor that is none.
     """
-    rope_type = (parsed.rope_parameters or {}).get("rope_type")
-    if rope_type not in _ROPE_TYPES:
+    rope = parsed.rope_parameters or {}
+    if rope.get("rope_type") not in _ROPE_TYPES:
         raise UnsupportedModelError(
-            f"config.json: rope_scaling type: got {rope_type!r}, expected one of {', '.join(_ROPE_TYPES)}"
+            f"config.json: rope_scaling type: got {rope.get('rope_type')!r}, "
+            f"expected one of {', '.join(_ROPE_TYPES)}"
         )
-    if parsed.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        got = parsed.rope_parameters["partial_rotary_factor"]
-        raise UnsupportedModelError(f"config.json: partial_rotary_factor: got {got!r}, expected 1.0")
-    factor = parsed.rope_parameters.get("factor", 1.0)
+    part = rope.get("partial_rotary_factor", 1.0)
+    if not partial and part != 1.0:
+        raise UnsupportedModelError(f"config.json: partial_rotary_factor: got {part!r}, expected 1.0")
+    if not (isinstance(part, (int, float)) and 0 < part <= 1):
+        raise CheckpointError(f"config.json: partial_rotary_factor: got {part!r}, expected a number up to 1")
+    factor = rope.get("factor", 1.0)
     if not (isinstance(factor, (int, float)) and 1 <= factor < math.inf):
         raise CheckpointError(f"config.json: rope_scaling factor: got {factor!r}, expected a number from 1")
 

@@ -1,6 +1,7 @@
-"""Which experts a token goes to, and with what weights: DeepSeek's group-limited sigmoid routing.
+"""Which experts a token goes to, and with what weights.
 
-Called by the models. The correction bias takes part in the choice and never in the weights.
+Called by the models. DeepSeek's group-limited sigmoid routing, whose correction bias takes part in the choice
+and never in the weights, and softmax routing.
 """
 
 from __future__ import annotations
@@ -31,6 +32,19 @@ class SigmoidRouting:
     top_k: int
     normalize: bool
     scaling_factor: float
+
+
+@dataclass(frozen=True)
+class SoftmaxRouting:
+    """Top-k experts by their share in a softmax over all of them.
+
+    Args:
+        top_k: Experts of a token.
+        normalize: Whether the chosen shares are divided by their sum.
+    """
+
+    top_k: int
+    normalize: bool
 
 
 class GroupLimitedRouter:
@@ -74,6 +88,37 @@ class GroupLimitedRouter:
         penalty = torch.full_like(group_scores, -torch.inf)
         penalty.scatter_(1, _stable_topk(group_scores, self.routing.topk_group), 0.0)
         return (grouped + penalty[..., None]).view_as(choice)
+
+
+class SoftmaxRouter:
+    """Chooses as :class:`SoftmaxRouting` says; among equal shares the lowest number wins.
+
+    Args:
+        weight: The gate's matrix.
+        routing: How many, and with which weights.
+
+    Shapes:
+        weight: [E, H] f32
+    """
+
+    def __init__(self, weight: torch.Tensor, routing: SoftmaxRouting) -> None:
+        self.weight, self.routing = weight, routing
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts of each token, best first, and their weights.
+
+        Shapes:
+            x: [T, H]; topk_ids: [T, K] int32; topk_weights: [T, K] f32
+
+        Reference:
+            ``Qwen3MoeTopKRouter`` of transformers; tests/moe/test_router.py has a scalar twin.
+        """
+        shares = F.linear(x.float(), self.weight).softmax(dim=-1)
+        topk_ids = _stable_topk(shares, self.routing.top_k)
+        topk_weights = shares.gather(1, topk_ids)
+        if self.routing.normalize:
+            topk_weights /= topk_weights.sum(dim=-1, keepdim=True)
+        return topk_ids.to(torch.int32), topk_weights
 
 
 def _stable_topk(scores: torch.Tensor, k: int) -> torch.Tensor:

@@ -9,12 +9,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from duckllm.errors import UnsupportedModelError
-from duckllm.weights import layout_mla
+from duckllm.weights import layout_gqa, layout_mla
 from duckllm.weights.layout import ModelLayout, check_bounds
 from duckllm.weights.safetensors_file import TensorInfo
 
 ARCHITECTURES: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, TensorInfo]], ModelLayout]] = {
     "DeepseekV32ForCausalLM": layout_mla.deepseek_v32,
+    "Glm4MoeForCausalLM": layout_gqa.glm4_moe,
+    "MixtralForCausalLM": layout_gqa.mixtral,
+    "Qwen2MoeForCausalLM": layout_gqa.qwen2_moe,
+    "Qwen3MoeForCausalLM": layout_gqa.qwen3_moe,
 }
 
 

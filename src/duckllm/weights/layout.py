@@ -15,9 +15,11 @@ from duckllm.errors import CheckpointError
 MOST = {
     **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers"), 10_000),
     **dict.fromkeys(("n_routed_experts", "n_shared_experts", "num_experts_per_tok"), 100_000),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_key_value_heads"), 100_000),
     **dict.fromkeys(("n_group", "topk_group", "num_attention_heads", "index_n_heads"), 100_000),
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"), 10**8),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "index_head_dim"), 10**8),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "index_head_dim", "head_dim"), 10**8),
+    **dict.fromkeys(("shared_expert_intermediate_size", "sliding_window"), 10**8),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 10**8),
 }
 Shapes = dict[str, tuple[int, ...]]
@@ -38,6 +40,8 @@ class ModelLayout:
         num_layers: Layers, the MTP layers included.
         moe_layers: Layers with routed experts, the MTP layers included.
         host_shapes: Shape of every tensor that the host needs, by name.
+        experts: Name of a layer's experts, below the layer.
+        projections: Names of an expert's gate, up and down matrices.
     """
 
     architecture: str
@@ -49,14 +53,17 @@ class ModelLayout:
     num_layers: int
     moe_layers: tuple[int, ...]
     host_shapes: Shapes
+    experts: str = "mlp.experts"
+    projections: tuple[str, str, str] = PROJECTIONS
 
     def experts_prefix(self, layer: int) -> str:
         """What the names of a layer's routed experts start with, each expert's and those of all in one."""
-        return f"model.layers.{layer}.mlp.experts."
+        return f"model.layers.{layer}.{self.experts}."
 
     def expert_weight(self, layer: int, expert: int, projection: str) -> str:
-        """Name of one expert's matrix."""
-        return f"{self.experts_prefix(layer)}{expert}.{projection}.weight"
+        """Name of one expert's matrix, by its name in :data:`PROJECTIONS`."""
+        name = self.projections[PROJECTIONS.index(projection)]
+        return f"{self.experts_prefix(layer)}{expert}.{name}.weight"
 
     def expert_shape(self, projection: str) -> tuple[int, int]:
         """Shape of one expert's matrix: [I, H] for gate and up, [H, I] for down."""
@@ -73,7 +80,7 @@ class ModelLayout:
 
     def is_expert_tensor(self, name: str) -> bool:
         """Whether a tensor belongs to a routed expert."""
-        return self.layer_of(name) is not None and name.split(".")[3:5] == ["mlp", "experts"]
+        return self.layer_of(name) is not None and name.split(".")[3:5] == self.experts.split(".")
 
 
 class ConfigReader:

@@ -1,0 +1,75 @@
+"""GLM-4.5 and 4.6: grouped-query attention, partly rotated, with DeepSeek's routing and shared experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from duckllm.models.config import (
+    ModelConfig,
+    SharedExpert,
+    check_rope,
+    require,
+    require_only,
+    require_positive,
+    rotary_of,
+)
+from duckllm.models.gqa_config import attention_of, rotary_dim_of
+from duckllm.moe.router import SigmoidRouting
+
+PARSER = "Glm4MoeConfig"
+
+_ONLY = {"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
+
+def parse(parsed: Any) -> ModelConfig:
+    """The configuration, from what transformers has parsed. Raises as ``read_config``."""
+    _check(parsed)
+    shared_size = parsed.moe_intermediate_size * parsed.n_shared_experts
+    layers = range(parsed.num_hidden_layers)
+    return ModelConfig(
+        vocab_size=parsed.vocab_size,
+        hidden_size=parsed.hidden_size,
+        intermediate_size=parsed.intermediate_size,
+        moe_intermediate_size=parsed.moe_intermediate_size,
+        num_experts=parsed.n_routed_experts,
+        is_moe_layer=tuple(layer >= parsed.first_k_dense_replace for layer in layers),
+        routing=SigmoidRouting(
+            num_groups=parsed.n_group,
+            topk_group=parsed.topk_group,
+            top_k=parsed.num_experts_per_tok,
+            normalize=parsed.norm_topk_prob,
+            scaling_factor=parsed.routed_scaling_factor,
+        ),
+        shared=SharedExpert("shared_experts", shared_size) if shared_size else None,
+        rms_norm_eps=parsed.rms_norm_eps,
+        max_position_embeddings=parsed.max_position_embeddings,
+        tie_word_embeddings=parsed.tie_word_embeddings,
+        attention=attention_of(
+            parsed,
+            (None,) * parsed.num_hidden_layers,
+            qkv_bias=parsed.attention_bias,
+            qk_norm=parsed.use_qk_norm,
+        ),
+        rotary=rotary_of(parsed, rotary_dim_of(parsed)),
+    )
+
+
+def _check(parsed: Any) -> None:
+    require_only(parsed, _ONLY)
+    check_rope(parsed, partial=True)
+    require_positive(
+        parsed,
+        (
+            *("vocab_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"),
+            *("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"),
+            "max_position_embeddings",
+        ),
+    )
+    experts, groups = parsed.n_routed_experts, parsed.n_group
+    require(parsed, "n_group", experts % groups == 0, f"a divisor of n_routed_experts, {experts}")
+    require(parsed, "n_group", experts // groups >= 2, f"at most half of n_routed_experts, {experts}")
+    require(parsed, "topk_group", parsed.topk_group <= groups, f"at most n_group, {groups}")
+    chosen, candidates = parsed.num_experts_per_tok, parsed.topk_group * (experts // groups)
+    require(parsed, "num_experts_per_tok", chosen <= candidates, f"at most {candidates}")
+    require(parsed, "n_shared_experts", parsed.n_shared_experts >= 0, "0 or more")
+    require(parsed, "first_k_dense_replace", parsed.first_k_dense_replace >= 0, "0 or more")

@@ -1,0 +1,63 @@
+"""Qwen2-MoE: grouped-query attention with biases, softmax routing, and a shared expert behind a gate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from duckllm.models.config import (
+    ModelConfig,
+    SharedExpert,
+    check_rope,
+    require,
+    require_only,
+    require_positive,
+    rotary_of,
+)
+from duckllm.models.gqa_config import attention_of, rotary_dim_of, sparse_layers
+from duckllm.moe.router import SoftmaxRouting
+
+PARSER = "Qwen2MoeConfig"
+
+
+def parse(parsed: Any) -> ModelConfig:
+    """The configuration, from what transformers has parsed. Raises as ``read_config``."""
+    _check(parsed)
+    return ModelConfig(
+        vocab_size=parsed.vocab_size,
+        hidden_size=parsed.hidden_size,
+        intermediate_size=parsed.intermediate_size,
+        moe_intermediate_size=parsed.moe_intermediate_size,
+        num_experts=parsed.num_experts,
+        is_moe_layer=sparse_layers(parsed),
+        routing=SoftmaxRouting(parsed.num_experts_per_tok, parsed.norm_topk_prob),
+        shared=SharedExpert(
+            "shared_expert", parsed.shared_expert_intermediate_size, gate="shared_expert_gate"
+        ),
+        rms_norm_eps=parsed.rms_norm_eps,
+        max_position_embeddings=parsed.max_position_embeddings,
+        tie_word_embeddings=parsed.tie_word_embeddings,
+        attention=attention_of(
+            parsed,
+            [parsed.sliding_window if kind == "sliding_attention" else None for kind in parsed.layer_types],
+            qkv_bias=parsed.qkv_bias,
+        ),
+        rotary=rotary_of(parsed, rotary_dim_of(parsed)),
+    )
+
+
+def _check(parsed: Any) -> None:
+    require_only(parsed, {"hidden_act": "silu"})
+    check_rope(parsed)
+    require_positive(
+        parsed,
+        (
+            *("vocab_size", "intermediate_size", "moe_intermediate_size", "num_experts"),
+            *("num_experts_per_tok", "max_position_embeddings", "shared_expert_intermediate_size"),
+        ),
+    )
+    chosen, experts, kinds = parsed.num_experts_per_tok, parsed.num_experts, parsed.layer_types
+    require(parsed, "num_experts_per_tok", chosen <= experts, f"at most {experts}")
+    known = {"full_attention", "sliding_attention"}
+    require(parsed, "layer_types", set(kinds) <= known, "full_attention or sliding_attention for each layer")
+    if "sliding_attention" in kinds:
+        require_positive(parsed, ("sliding_window",))

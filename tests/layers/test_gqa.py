@@ -1,0 +1,126 @@
+"""Grouped-query attention against a scalar twin, and what it reads of the cache."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from duckllm.layers import gqa
+from duckllm.layers.gqa import GQAShape, GQAttention
+from duckllm.layers.rope import RotaryTable
+from duckllm.layers.step import StepContext
+from support.experts import DictTensors
+
+SHAPE = GQAShape(
+    hidden_size=12,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=6,
+    rotary_dim=4,
+    scaling=0.4,
+    qkv_bias=True,
+    o_bias=True,
+    qk_norm_eps=1e-6,
+    sliding_window=None,
+)
+NUM_TOKENS = 11
+INV_FREQ = torch.tensor([1.0, 0.3])
+
+
+def make_tensors(shape: GQAShape) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": shape.hidden_size}
+    tensors = {}
+    for name, size in sizes.items():
+        inputs = queries if name == "o_proj" else shape.hidden_size
+        tensors[f"a.{name}.weight"] = torch.randn(size, inputs, generator=generator)
+        tensors[f"a.{name}.bias"] = torch.randn(size, generator=generator)
+    for name in ("q_norm", "k_norm"):
+        tensors[f"a.{name}.weight"] = 1 + 0.3 * torch.randn(shape.head_dim, generator=generator)
+    return tensors
+
+
+def make_layer(shape: GQAShape) -> GQAttention:
+    return GQAttention(DictTensors(make_tensors(shape)), "a", shape, torch.float32)
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(NUM_TOKENS, SHAPE.hidden_size, generator=torch.Generator().manual_seed(1))
+
+
+def run(layer: GQAttention, x: torch.Tensor, step_tokens: int) -> torch.Tensor:
+    cache = tuple(torch.full((NUM_TOKENS, width), torch.nan) for width in layer.shape.cache_widths)
+    table = RotaryTable(INV_FREQ, 1.0, NUM_TOKENS)
+    outputs = []
+    for start in range(0, len(x), step_tokens):
+        rows = x[start : start + step_tokens]
+        step = StepContext(start, *table.rows(torch.arange(start, start + len(rows))))
+        outputs.append(layer(rows, step, cache))
+    return torch.cat(outputs)
+
+
+def scalar_twin(shape: GQAShape, x: torch.Tensor) -> torch.Tensor:
+    """One query head of one token at a time, in float64."""
+    tensors = {name: tensor.double() for name, tensor in make_tensors(shape).items()}
+
+    def heads(name: str, norm: str | None) -> torch.Tensor:
+        y = x.double() @ tensors[f"a.{name}.weight"].T + tensors[f"a.{name}.bias"]
+        y = y.view(len(x), -1, shape.head_dim)
+        if norm is None:
+            return y
+        y = y / (y.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * tensors[f"a.{norm}.weight"]
+        for t in range(len(x)):
+            for pair, frequency in enumerate(INV_FREQ.tolist()):
+                a, b = y[t, :, pair].clone(), y[t, :, pair + 2].clone()
+                cos, sin = math.cos(t * frequency), math.sin(t * frequency)
+                y[t, :, pair], y[t, :, pair + 2] = a * cos - b * sin, b * cos + a * sin
+        return y
+
+    q, k, v = heads("q_proj", "q_norm"), heads("k_proj", "k_norm"), heads("v_proj", None)
+    group = shape.num_heads // shape.num_kv_heads
+    window = shape.sliding_window or len(x)
+    result = torch.zeros(len(x), shape.num_heads, shape.head_dim, dtype=torch.float64)
+    for t in range(len(x)):
+        for head in range(shape.num_heads):
+            seen = range(max(0, t - window + 1), t + 1)
+            scores = [math.exp(shape.scaling * float(q[t, head] @ k[s, head // group])) for s in seen]
+            for s, score in zip(seen, scores, strict=True):
+                result[t, head] += score / sum(scores) * v[s, head // group]
+    return result.flatten(1) @ tensors["a.o_proj.weight"].T + tensors["a.o_proj.bias"]
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 20])
+@pytest.mark.parametrize("step_tokens", [NUM_TOKENS, 3, 1])
+def test_equals_the_scalar_twin(window: int | None, step_tokens: int) -> None:
+    shape = replace(SHAPE, sliding_window=window)
+    got = run(make_layer(shape), inputs(), step_tokens)
+    torch.testing.assert_close(got, scalar_twin(shape, inputs()).float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_row_blocks_change_nothing(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer(replace(SHAPE, sliding_window=window))
+    whole = run(layer, inputs(), NUM_TOKENS)
+    monkeypatch.setattr(gqa, "MASK_BLOCK_ELEMENTS", 2 * 3 * NUM_TOKENS)
+    torch.testing.assert_close(run(layer, inputs(), NUM_TOKENS), whole)
+
+
+def test_a_window_leaves_older_keys_unread() -> None:
+    layer = make_layer(replace(SHAPE, sliding_window=4))
+    cache = tuple(torch.full((NUM_TOKENS, width), torch.nan) for width in layer.shape.cache_widths)
+    for tensor in cache:
+        tensor[7:10] = 0.5
+    step = StepContext(10, *RotaryTable(INV_FREQ, 1.0, NUM_TOKENS).rows(torch.tensor([10])))
+    assert torch.isfinite(layer(inputs()[:1], step, cache)).all()
+    for tensor in cache:
+        tensor[7] = torch.nan
+    assert torch.isnan(layer(inputs()[:1], step, cache)).all()
+
+
+def test_the_cache_holds_keys_and_values() -> None:
+    assert SHAPE.cache_widths == (12, 12)
+    assert SHAPE.max_in_features == 36
