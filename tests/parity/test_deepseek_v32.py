@@ -11,7 +11,7 @@ import torch
 
 from duckllm.layers import indexer, mla
 from duckllm.layers.rope import rotate_half_split, rotate_interleaved
-from duckllm.models import deepseek_v32
+from duckllm.models import deepseek_v3
 from duckllm.models.causal_lm import CausalLM, MoEBlock
 from duckllm.moe.router import GroupLimitedRouter
 from support import families
@@ -89,7 +89,8 @@ def test_long_prompts_in_row_blocks_give_the_same_logits(
     make_case: MakeCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = make_case(SPECS["sparse"])
-    monkeypatch.setattr(mla, "SCORE_BLOCK_ELEMENTS", 5 * 16 * 96)
+    monkeypatch.setattr(mla, "SCORE_BLOCK_ELEMENTS", 11 * 4 * 96)
+    monkeypatch.setattr(indexer, "SCORE_BLOCK_ELEMENTS", 5 * 16 * 96)
     assert_logits(case, 96)
 
 
@@ -98,8 +99,7 @@ def test_the_sparse_path_decides(make_case: MakeCase) -> None:
     case = make_case(SPECS["sparse"])
     model = build_model(case.folder)
     for layer in model.layers:
-        shape = layer.attention.shape
-        layer.attention.shape = replace(shape, indexer=replace(shape.indexer, topk=1000))
+        layer.attention.indexer.shape = replace(layer.attention.indexer.shape, topk=1000)
     logits = all_logits(model, case.token_ids, 96)
     assert difference(logits[:8], case.logits[:8]) <= TOLERANCE
     assert (logits[8:] - case.logits[8:]).abs().amax(dim=-1).median() > 0.1
@@ -120,7 +120,7 @@ def half_split_attention_rope(case: Case, patch: pytest.MonkeyPatch) -> CausalLM
 
 
 def mscale_dropped(case: Case, patch: pytest.MonkeyPatch) -> CausalLM:
-    patch.setattr(deepseek_v32, "_yarn_mscale", lambda factor, mscale_all_dim: 1.0)
+    patch.setattr(deepseek_v3, "_yarn_mscale", lambda factor, mscale_all_dim: 1.0)
     return build_model(case.folder)
 
 

@@ -10,7 +10,7 @@ from transformers import DeepseekV32ForCausalLM
 
 from duckllm.demo import load_questions
 from duckllm.engine.engine import Engine
-from duckllm.layers import indexer, mla
+from duckllm.layers import indexer
 from duckllm.layers.rope import rotate_interleaved
 from duckllm.text import Tokenizer
 from support.models import TOLERANCE, all_logits, build_model, difference, greedy
@@ -76,10 +76,10 @@ def test_logits_of_conversations_equal_the_reference(
         undecided.logical_or_((gap > 0) & (gap < UNDECIDED))
         return original(scores, topk)
 
-    original = mla.select_topk
-    monkeypatch.setattr(mla, "select_topk", watched)
+    original = indexer.select_topk
+    monkeypatch.setattr(indexer, "select_topk", watched)
     logits = all_logits(build_model(demo_folder), tokens, len(tokens))
-    monkeypatch.setattr(mla, "select_topk", original)
+    monkeypatch.setattr(indexer, "select_topk", original)
     expected = reference_logits(reference, tokens)
     assert int(undecided.sum()) <= len(tokens) // 50
     assert difference(logits[~undecided], expected[~undecided]) <= TOLERANCE

@@ -45,6 +45,7 @@ def load_reference(
     config = model_class.config_class.from_pretrained(folder)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    config.model_type = model_class.config_class.model_type  # by which transformers renames tensors
     config._experts_implementation = "eager"
     with quiet_transformers():
         model, info = model_class.from_pretrained(

@@ -10,19 +10,42 @@ orthogonal, so it leaves every product as it was; without the rounding it has no
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from duckllm.layers.linear import Linear, load_tensor
-from duckllm.layers.rope import rotate_half_split
+from duckllm.layers.rope import rotate_half_split, rotate_interleaved
+from duckllm.layers.step import StepContext
 
 if TYPE_CHECKING:
     from duckllm.layers.runtime import LinearRuntime
     from duckllm.weights.host_tensors import HostTensors
 
 KEY_NORM_EPS = 1e-6
+# Most index scores held at once, all heads counted, in elements.
+SCORE_BLOCK_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True)
+class IndexerShape:
+    """Sizes of the indexer of DeepSeek sparse attention.
+
+    Args:
+        num_heads: Heads of a query; a key has one.
+        head_dim: Size of a head.
+        topk: Tokens that it selects.
+        rope_interleave: Whether rotated pairs are neighbours, or lie in the two halves.
+        is_shared: Whether the layer has no indexer of its own, but the last selection before it.
+    """
+
+    num_heads: int
+    head_dim: int
+    topk: int
+    rope_interleave: bool
+    is_shared: bool = False
 
 
 def select_topk(scores: torch.Tensor, topk: int) -> torch.Tensor:
@@ -51,14 +74,14 @@ class Indexer:
         *,
         hidden_size: int,
         q_lora_rank: int,
-        num_heads: int,
-        head_dim: int,
         rope_dim: int,
-        topk: int,
+        shape: IndexerShape,
         dtype: torch.dtype,
         runtime: LinearRuntime | None = None,
     ) -> None:
-        self.num_heads, self.head_dim, self.rope_dim, self.topk = num_heads, head_dim, rope_dim, topk
+        self.shape, self.rope_dim = shape, rope_dim
+        num_heads, head_dim = shape.num_heads, shape.head_dim
+        self.rotate = rotate_interleaved if shape.rope_interleave else rotate_half_split
         self.query = Linear.load(
             tensors, f"{prefix}.wq_b", num_heads * head_dim, q_lora_rank, dtype, runtime=runtime
         )
@@ -82,10 +105,39 @@ class Indexer:
         Shapes:
             x: [T, H]; cos, sin: [T, rope / 2]; result: [T, D]
         """
-        k = F.layer_norm(
-            self.key(x), (self.head_dim,), self.key_norm_weight, self.key_norm_bias, KEY_NORM_EPS
-        )
-        return torch.cat((rotate_half_split(k[:, : self.rope_dim], cos, sin), k[:, self.rope_dim :]), dim=-1)
+        head_dim = (self.shape.head_dim,)
+        k = F.layer_norm(self.key(x), head_dim, self.key_norm_weight, self.key_norm_bias, KEY_NORM_EPS)
+        return torch.cat((self.rotate(k[:, : self.rope_dim], cos, sin), k[:, self.rope_dim :]), dim=-1)
+
+    def select(
+        self, x: torch.Tensor, q_latent: torch.Tensor, step: StepContext, keys: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The tokens that each of the step's tokens attends to; None while they are all there are.
+
+        Shapes:
+            x: [T, H]; q_latent: [T, q_lora_rank]; keys: [max_tokens, D], those of the step included;
+            result: [T, start + T] bool, at most ``topk`` True in a row
+        """
+        num_tokens = x.shape[0]
+        end = step.start + num_tokens
+        if end <= self.shape.topk:
+            return None
+        if num_tokens == 1:
+            scores = self.scores(x, q_latent, step.cos, step.sin, keys[:end])
+            return select_topk(scores, self.shape.topk)
+        selection = torch.zeros(num_tokens, end, dtype=torch.bool)
+        # Rows of a long prompt are taken in blocks, so that the scores in memory are bounded.
+        block = max(1, SCORE_BLOCK_ELEMENTS // (self.shape.num_heads * end))
+        for first in range(0, num_tokens, block):
+            rows = slice(first, min(first + block, num_tokens))
+            visible = step.start + rows.stop
+            positions = torch.arange(step.start + rows.start, visible)[:, None]
+            chosen = torch.arange(visible) <= positions
+            if visible > self.shape.topk:
+                scores = self.scores(x[rows], q_latent[rows], step.cos[rows], step.sin[rows], keys[:visible])
+                chosen &= select_topk(scores.masked_fill_(~chosen, -torch.inf), self.shape.topk)
+            selection[rows, :visible] = chosen
+        return selection
 
     def scores(
         self,
@@ -100,8 +152,9 @@ class Indexer:
         Shapes:
             x: [T, H]; q_latent: [T, q_lora_rank]; cos, sin: [T, rope / 2]; keys: [S, D]; result: [T, S]
         """
-        q = self.query(q_latent).view(-1, self.num_heads, self.head_dim)
-        rotated = rotate_half_split(q[..., : self.rope_dim], cos[:, None], sin[:, None])
+        num_heads, head_dim = self.shape.num_heads, self.shape.head_dim
+        q = self.query(q_latent).view(-1, num_heads, head_dim)
+        rotated = self.rotate(q[..., : self.rope_dim], cos[:, None], sin[:, None])
         q = torch.cat((rotated, q[..., self.rope_dim :]), dim=-1)
-        products = torch.relu_(q.view(-1, self.head_dim) @ keys.T).view(-1, self.num_heads, keys.shape[0])
+        products = torch.relu_(q.view(-1, head_dim) @ keys.T).view(-1, num_heads, keys.shape[0])
         return torch.bmm(self.head_weights(x)[:, None, :], products)[:, 0]

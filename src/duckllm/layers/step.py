@@ -1,4 +1,4 @@
-"""What the layers of one forward pass share. Made by the models; read by the attention layers."""
+"""What the layers of one forward pass share. Made by the models; passed from one attention to the next."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ class StepContext:
         start: Position of the first one; the cache holds the tokens before it.
         cos: Cosines of their positions.
         sin: Sines of their positions.
+        selection: The tokens that each of them attends to, by the last layer that has chosen some; None
+            where that layer attends to all.
 
     Shapes:
-        cos, sin: [T, rope / 2] f32
+        cos, sin: [T, rope / 2] f32; selection: [T, start + T] bool
     """
 
     start: int
     cos: torch.Tensor
     sin: torch.Tensor
+    selection: torch.Tensor | None = None

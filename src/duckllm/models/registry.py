@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 # The module of each: PARSER names the class of transformers that reads config.json, parse() goes on from it.
 ARCHITECTURES = {
+    "DeepseekV3ForCausalLM": "duckllm.models.deepseek_v3",
     "DeepseekV32ForCausalLM": "duckllm.models.deepseek_v32",
     "Glm4MoeForCausalLM": "duckllm.models.glm4_moe",
+    "GlmMoeDsaForCausalLM": "duckllm.models.glm_moe_dsa",
     "MixtralForCausalLM": "duckllm.models.mixtral",
     "Qwen2MoeForCausalLM": "duckllm.models.qwen2_moe",
     "Qwen3MoeForCausalLM": "duckllm.models.qwen3_moe",

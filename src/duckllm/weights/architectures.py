@@ -14,8 +14,10 @@ from duckllm.weights.layout import ModelLayout, check_bounds
 from duckllm.weights.safetensors_file import TensorInfo
 
 ARCHITECTURES: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, TensorInfo]], ModelLayout]] = {
+    "DeepseekV3ForCausalLM": layout_mla.deepseek_v3,
     "DeepseekV32ForCausalLM": layout_mla.deepseek_v32,
     "Glm4MoeForCausalLM": layout_gqa.glm4_moe,
+    "GlmMoeDsaForCausalLM": layout_mla.glm_moe_dsa,
     "MixtralForCausalLM": layout_gqa.mixtral,
     "Qwen2MoeForCausalLM": layout_gqa.qwen2_moe,
     "Qwen3MoeForCausalLM": layout_gqa.qwen3_moe,

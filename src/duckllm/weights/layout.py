@@ -135,3 +135,14 @@ def mlp_shapes(prefix: str, hidden: int, intermediate: int) -> Shapes:
         f"{prefix}up_proj.weight": wide,
         f"{prefix}down_proj.weight": wide[::-1],
     }
+
+
+def mtp_shapes(read: ConfigReader) -> Shapes:
+    """What a layer of multi-token prediction has besides a decoder layer's tensors."""
+    hidden = read.positive("hidden_size")
+    return {
+        "eh_proj.weight": (hidden, 2 * hidden),
+        "enorm.weight": (hidden,),
+        "hnorm.weight": (hidden,),
+        "shared_head.norm.weight": (hidden,),
+    }
