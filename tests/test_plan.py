@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from duckllm.errors import ConfigError
 from duckllm.models.inspection import Inspection, inspect_model
 from duckllm.plan import GIB, SYSTEM_BYTES, WORKER_PROCESS_BYTES, ClusterPlan, fewest_nodes, plan_cluster
 
+ROOT = Path(__file__).parents[1]
 STRIPES = 8  # of the demo model
 REST = {"weight_format": "fp9", "max_model_len": 100, "max_step_tokens": 16}
 
@@ -73,3 +75,32 @@ def test_the_fewest_nodes_are_found(model: Inspection) -> None:
 def test_more_nodes_than_stripes_are_refused(model: Inspection) -> None:
     with pytest.raises(ConfigError, match="workers: got 9, expected 1 to 8"):
         plan(model, *[4 * GIB] * 9)
+
+
+# The README's table, row by row: model, weights and active ones, bytes of a token, host, four sizes of nodes.
+ROW = re.compile(r"^\| (\S+) \| ([\d.]+), ([\d.]+) \| ([\d.]+) GB \| ([\d.]+) \| (.+) \|$", re.MULTILINE)
+ROWS = ROW.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+def test_the_readmes_table_has_every_configuration() -> None:
+    folders = {path.parent.name for path in (ROOT / "examples" / "configs").glob("*/config.json")}
+    assert {row[0] for row in ROWS} == folders
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
+def test_the_readmes_table_is_what_plan_says(row: tuple[str, ...]) -> None:
+    name, weights, active, read, host, nodes = row
+    model = inspect_model(ROOT / "examples" / "configs" / name)
+    assert f"{model.num_weights / 1e9:.1f}" == weights
+    assert f"{model.active_weights / 1e9:.1f}" == active
+    for text, gib in zip(nodes.split(" | "), (8, 16, 32, 64), strict=True):
+        try:
+            made = fewest_nodes(
+                model, gib * GIB, weight_format="fp8", max_model_len=8192, max_step_tokens=256
+            )
+        except ConfigError:
+            assert text == "-"
+            continue
+        assert text == f"{len(made.nodes)} ({made.nodes[0].need_bytes / GIB:.1f})"
+    assert f"{made.read_bytes / 1e9:.2f}" == read
+    assert f"{made.host_bytes / GIB:.1f}" == host

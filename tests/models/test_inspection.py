@@ -121,8 +121,21 @@ def test_what_cannot_be_run_is_refused(tmp_path: Path) -> None:
         inspect_model(tmp_path)
 
 
-@pytest.mark.parametrize(("name", "weights", "active"), [("DeepSeek-V3.2", 671.9e9, 37.5e9)])
-def test_real_models_weigh_what_their_makers_say(name: str, weights: float, active: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "billions", "active_billions"),
+    [
+        ("DeepSeek-V3.1", 671, 37),
+        ("Kimi-K2-Instruct", 1000, 32),
+        ("Qwen3-30B-A3B", 30.5, 3.3),
+        ("Qwen3-235B-A22B", 235, 22),
+        ("GLM-4.5-Air", 106, 12),
+        ("GLM-4.6", 355, 32),
+        ("GLM-5", 744, 40),
+    ],
+)
+def test_real_models_weigh_what_their_makers_say(name: str, billions: float, active_billions: float) -> None:
+    """Makers round, and count the embedding among the active weights or not."""
     model = inspect_model(ROOT / "examples" / "configs" / name)
-    assert model.num_weights == pytest.approx(weights, rel=0.001)
-    assert model.active_weights == pytest.approx(active, rel=0.01)
+    embedding = next(part.num_weights for part in model.parts if part.name == "embedding")
+    assert model.num_weights == pytest.approx(billions * 1e9, rel=0.03)
+    assert model.active_weights < 1.07 * active_billions * 1e9 < 1.1 * (model.active_weights + embedding)
