@@ -70,7 +70,7 @@ def test_the_cache_is_as_large_as_the_models(converted: Inspection, demo_folder:
 
 
 def test_memory_of_each_part_by_hand(tmp_path: Path) -> None:
-    write_model(tmp_path, deepseek_v32("damaged", num_hidden_layers=2, first_k_dense_replace=1), 1)
+    write_model(tmp_path, deepseek_v32("small", num_hidden_layers=2, first_k_dense_replace=1), seed=1)
     parts = {part.name: part for part in inspect_model(tmp_path).parts}
     hidden, vocabulary, heads = 128, 320, 4
     assert parts["embedding"].num_weights == hidden * vocabulary
@@ -87,7 +87,7 @@ def test_memory_of_each_part_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_configuration_alone_tells_as_much_as_its_checkpoint(tmp_path: Path) -> None:
-    write_model(tmp_path / "whole", deepseek_v32("whole"), 1)
+    write_model(tmp_path / "whole", deepseek_v32("whole"), seed=1)
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())
     whole, alone = inspect_model(tmp_path / "whole"), inspect_model(tmp_path / "alone")

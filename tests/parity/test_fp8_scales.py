@@ -51,6 +51,10 @@ def rewrite(source: Path, folder: Path, twin: Path, kind: str, stacked: bool) ->
     config = json.loads((source / "config.json").read_text())
     stored = read_header(source / "model.safetensors")
     quantised = {name for name, info in stored.items() if info.dtype == "F8_E4M3"}
+    if kind == "tensor":  # everything that is a matrix
+        quantised = {
+            name for name, info in stored.items() if len(info.shape) == 2 and name.endswith(".weight")
+        }
     fp8, wide = {}, {}
     for name, weight in read_checkpoint(source).items():
         if name in quantised:

@@ -59,7 +59,7 @@ def add(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> Callable[
     [
         (
             rename(EXPERT + "up_proj.weight_scale_inv", EXPERT + "up_proj.weight_scale_2"),
-            ["up_proj.weight_scale_2: belongs to no FP8 weight"],
+            ["1 scale(s) that belong to no FP8 weight", EXPERT + "up_proj.weight_scale_2"],
         ),
         (
             rename(EXPERT + "up_proj.weight_scale_inv", EXPERT + "up_proj.weight_scale_2"),
@@ -75,11 +75,11 @@ def add(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> Callable[
         ),
         (
             add("model.layers.0.self_attn.o_proj.weight_zero_point", "F32", (1,), bytes(4)),
-            ["model.layers.0.self_attn.o_proj.weight_zero_point", "no FP8 weight"],
+            ["model.layers.0.self_attn.o_proj.weight_zero_point", "no FP8 weight that is understood"],
         ),
         (
             add("model.norm.weight_scale_inv", "F32", (1, 1), bytes(4)),
-            ["model.norm.weight_scale_inv", "no FP8 weight"],
+            ["model.norm.weight_scale_inv", "no FP8 weight that is understood"],
         ),
         (
             add(EXPERT + "up_proj.scale", "F32", (1, 1), bytes(4)),
@@ -132,7 +132,8 @@ def test_experts_that_the_configuration_does_not_know_are_named(tmp_path: Path) 
     made = make_checkpoint(tmp_path / "src")
     (tmp_path / "src/config.json").write_text(json.dumps(made.config | {"n_routed_experts": 3}))
     message = refused(tmp_path, CheckpointError)
-    assert "model.layers.1.mlp.experts.3.gate_proj.weight: no such expert" in message
+    assert "18 tensor(s) of an expert that config.json has not: model.layers.1.mlp.exp" in message
+    assert "model.layers.1.mlp.experts.3.gate_proj.weight, " in message
     assert "model.layers.1.mlp.gate.weight: got shape [4, 72], expected [3, 72]" in message
 
 

@@ -14,6 +14,7 @@ from duckllm.weights.convert import convert
 from duckllm.weights.safetensors_file import read_header
 
 TWO = bytes(4)
+NO_WEIGHT = "scale(s) that belong to no FP8 weight that is understood"
 
 
 def refused(tmp_path: Path, edit: Callable[[dict], object], **options: object) -> str:
@@ -67,16 +68,16 @@ def test_hints_stay_in_their_layer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("model.layers.9.input_layernorm.weight", "no such layer in config.json"),
-        ("model.layers.9.embed_tokens.bias", "no such layer in config.json"),
-        ("model.layers.1.mlp.experts.4.up_proj.weight", "no such expert in config.json"),
-        ("model.layers.0.self_attn.o_proj.weight_zero_point", "belongs to no FP8 weight that is understood"),
-        ("model.layers.0.self_attn.o_proj.qweight", "belongs to no FP8 weight that is understood"),
-        ("model.embed_tokens.weight_scale", "belongs to no FP8 weight that is understood"),
+        ("model.layers.9.input_layernorm.weight", "tensor(s) of a layer that config.json has not"),
+        ("model.layers.9.embed_tokens.bias", "tensor(s) of a layer that config.json has not"),
+        ("model.layers.1.mlp.experts.4.up_proj.weight", "tensor(s) of an expert that config.json has not"),
+        ("model.layers.0.self_attn.o_proj.weight_zero_point", NO_WEIGHT),
+        ("model.layers.0.self_attn.o_proj.qweight", NO_WEIGHT),
+        ("model.embed_tokens.weight_scale", NO_WEIGHT),
     ],
 )
 def test_what_kind_of_unknown_it_is(tmp_path: Path, name: str, words: str) -> None:
-    assert refused(tmp_path, lambda t: t.update({name: ("BF16", (2,), TWO)})) == f"{name}: {words}"
+    assert refused(tmp_path, lambda t: t.update({name: ("BF16", (2,), TWO)})) == f"1 {words}: {name}"
 
 
 def test_more_than_a_hundred(tmp_path: Path) -> None:
@@ -84,6 +85,22 @@ def test_more_than_a_hundred(tmp_path: Path) -> None:
     message = refused(tmp_path, lambda t: t.update(added))
     assert message.startswith("150 unknown tensor(s): extra.0.weight, ")
     assert message.endswith("extra.99.weight and 50 more")
+
+
+def test_misnamed_weights_show_before_their_scales(tmp_path: Path) -> None:
+    """However many there are."""
+
+    def edit(tensors: dict) -> None:
+        for name in [name for name in tensors if ".experts." in name]:
+            tensors[name.replace("_proj", "_projection")] = tensors.pop(name)
+
+    sizes = {"n_routed_experts": 20, "num_hidden_layers": 4}
+    message = refused(tmp_path, edit, **sizes)
+    name = "model.layers.1.mlp.experts.0.gate_proj"
+    assert message.startswith(f"240 missing tensor(s): {name}.weight, ")
+    assert f"; 240 unknown tensor(s): {name}ection.weight (did you mean {name}.weight?), " in message
+    assert f"; 240 {NO_WEIGHT}: {name}ection.weight_scale_inv, " in message
+    assert message.endswith(" and 140 more")
 
 
 def test_what_does_no_harm_is_left_out(tmp_path: Path) -> None:
@@ -131,7 +148,8 @@ def test_tied_embeddings(tmp_path: Path) -> None:
     assert len(hashes) == 1
     message = refused(tmp_path, other_head, tie_word_embeddings=True)
     assert message == (
-        "lm_head.weight: differs from model.embed_tokens.weight, expected the same by tie_word_embeddings"
+        "1 tensor(s) other than model.embed_tokens.weight, expected the same by tie_word_embeddings: "
+        "lm_head.weight"
     )
 
 

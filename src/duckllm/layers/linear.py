@@ -29,12 +29,14 @@ _SCALE_BLOCK = 128
 def load_tensor(
     tensors: HostTensors, name: str, shape: tuple[int, ...], dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """The stored tensor in ``dtype``, or as it is.
+    """The stored tensor in ``dtype``, or as it is but for FP8, which is dequantised.
 
     Raises:
         CheckpointError: The tensor is missing or has another shape than the configuration implies.
     """
     tensor = _checked(tensors.get(name), name, shape)
+    if tensor.dtype == torch.float8_e4m3fn:  # an embedding or a router that a checkpoint has in FP8, too
+        tensor = tensors.linear(name.removesuffix(".weight"), torch.float32)
     return tensor if dtype is None else tensor.to(dtype)
 
 

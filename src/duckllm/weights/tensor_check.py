@@ -31,6 +31,13 @@ _HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 _SCALES = re.compile(r"(.*scale.*|.*zero_point.*|qweight|qzeros)", re.IGNORECASE)
 _ALIKE = 0.8
+_UNKNOWN = {
+    "other": "unknown tensor(s)",
+    "layer": "tensor(s) of a layer that config.json has not",
+    "expert": "tensor(s) of an expert that config.json has not",
+    "scale": "scale(s) that belong to no FP8 weight that is understood",
+    "head": f"tensor(s) other than {_EMBEDDINGS}, expected the same by tie_word_embeddings",
+}
 
 
 @dataclass(frozen=True)
@@ -85,28 +92,25 @@ def find_tensors(checkpoint: Checkpoint, layout: ModelLayout) -> ModelTensors:
 def _unknown(
     checkpoint: Checkpoint, layout: ModelLayout, names: Iterable[str], missing: Iterable[str]
 ) -> list[str]:
-    """What is wrong with tensors that no part of the model uses, one clause each."""
-    problems, others = [], []
+    """What is wrong with tensors that no part of the model uses, a clause for each kind."""
+    kinds: dict[str, list[str]] = {kind: [] for kind in _UNKNOWN}
+    hints = _Hints(missing)
     for name in names:
         layer = layout.layer_of(name)
         expert = re.search(r"\.experts\.(\d+)\.", name)
         if _is_harmless(checkpoint, name, layer):
             continue
         if layer is not None and layer >= layout.num_layers:
-            problems.append(f"{name}: no such layer in config.json")
+            kinds["layer"].append(name)
         elif expert and layout.is_expert_tensor(name) and int(expert[1]) >= layout.num_experts:
-            problems.append(f"{name}: no such expert in config.json")
+            kinds["expert"].append(name)
         elif _SCALES.fullmatch(name.rsplit(".", 1)[-1]):
-            problems.append(f"{name}: belongs to no FP8 weight that is understood")
+            kinds["scale"].append(name)
         elif name == _HEAD:
-            problems.append(f"{name}: differs from {_EMBEDDINGS}, expected the same by tie_word_embeddings")
+            kinds["head"].append(name)
         else:
-            others.append(name)
-    if others:
-        hints = _Hints(missing)
-        listed = list_names([hints.add_to(name) for name in others])
-        problems.append(f"{len(others)} unknown tensor(s): {listed}")
-    return problems
+            kinds["other"].append(hints.add_to(name))
+    return [f"{len(found)} {_UNKNOWN[kind]}: {list_names(found)}" for kind, found in kinds.items() if found]
 
 
 def _is_harmless(checkpoint: Checkpoint, name: str, layer: int | None) -> bool:
