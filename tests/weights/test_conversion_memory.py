@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from random_checkpoint import make_checkpoint
+from stacking import stack
 
 MEASURED = """
 import json, resource, sys
@@ -25,11 +26,15 @@ print(json.dumps([grown, peak() - small, max(layers), len(layers)]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["F8_E4M3", "BF16"])
-def test_memory_stays_under_two_layers(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "form"), [("F8_E4M3", None), ("BF16", None), ("BF16", {"transposed": True})]
+)
+def test_memory_stays_under_two_layers(tmp_path: Path, dtype: str, form: dict | None) -> None:
+    """Whether an expert has tensors of its own (None), or all have one."""
     make_checkpoint(tmp_path / "small", dtype=dtype)
     sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "n_routed_experts": 64, "num_hidden_layers": 3}
-    make_checkpoint(tmp_path / "src", dtype=dtype, **sizes)
+    edit = None if form is None else lambda tensors: stack(tensors, **form)
+    make_checkpoint(tmp_path / "src", dtype=dtype, edit=edit, **sizes)
     folders = [str(tmp_path / name) for name in ("small", "small-out", "src", "out")]
     command = [sys.executable, "-c", MEASURED, *folders]
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout

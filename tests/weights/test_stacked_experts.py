@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from random_checkpoint import FP8_CONFIG, make_checkpoint
+from stacking import stack, taken
 
 from duckllm.errors import CheckpointError, WeightFormatError
 from duckllm.weights.convert import convert
 from duckllm.weights.manifest import Manifest
 from duckllm.weights.safetensors_file import TensorInfo, TensorReader
 
-PARTS = ("gate_proj", "up_proj", "down_proj")
 EXPERTS, HIDDEN, INNER = 3, 272, 144
 SIZES = {
     "hidden_size": HIDDEN,
@@ -30,46 +30,6 @@ PER_CHANNEL = {
     "format": "float-quantized",
     "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
 }
-
-
-def taken(tensors: dict, name: str) -> tuple[str, np.ndarray]:
-    """A tensor, taken out: its type and its values in bytes of that type's size."""
-    dtype, shape, data = tensors.pop(name)
-    kind = {"F32": "<u4", "BF16": "<u2", "F16": "<u2", "F8_E4M3": "u1", "F8_E8M0": "u1"}[dtype]
-    return dtype, np.frombuffer(data, kind).reshape(shape)
-
-
-def stack(
-    tensors: dict,
-    *,
-    joined: bool = True,
-    transposed: bool = False,
-    suffix: str = "",
-    order: tuple[str, str] = ("gate_proj", "up_proj"),
-    scale: str = "",
-    flat: bool = False,
-) -> None:
-    """Turns experts one by one into stacked ones; ``scale`` is the name of theirs where they have any."""
-
-    def put(name: str, dtype: str, matrices: np.ndarray) -> None:
-        if transposed and matrices.ndim == 3:
-            matrices = matrices.swapaxes(1, 2)
-        tensors[name] = (dtype, matrices.shape, np.ascontiguousarray(matrices).tobytes())
-
-    for prefix in PREFIXES:
-        for last in ("weight", *([f"weight_{scale}"] if scale else [])):
-            found = {}
-            for part in PARTS:
-                each = [taken(tensors, f"{prefix}{expert}.{part}.{last}") for expert in range(EXPERTS)]
-                dtype, found[part] = each[0][0], np.stack([matrix for _, matrix in each])
-            if joined:
-                found["gate_up_proj"] = np.concatenate([found.pop(part) for part in order], axis=1)
-            for part, matrices in found.items():
-                name = prefix + part + suffix
-                if last != "weight":
-                    name = f"{prefix}{part}.{last}" if suffix else f"{prefix}{part}_{scale}"
-                    matrices = matrices.reshape(-1) if flat and part == "down_proj" else matrices
-                put(name, dtype, matrices)
 
 
 def conversions(tmp_path: Path, form: dict, **options: object) -> tuple[Manifest, Manifest]:
