@@ -33,7 +33,7 @@ def test_a_checkpoint_and_its_conversion_are_the_same_model(
     assert (converted.kind, checkpoint.kind) == ("converted", "checkpoint")
     assert converted.parts == checkpoint.parts
     assert converted.layout == checkpoint.layout
-    assert converted.dtypes == checkpoint.dtypes == ("F8_E4M3",)
+    assert converted.dtype == checkpoint.dtype == "F8_E4M3"
     assert (converted.weight_format, checkpoint.weight_format) == ("fp9", None)
 
 
@@ -92,7 +92,7 @@ def test_a_configuration_alone_tells_as_much_as_its_checkpoint(tmp_path: Path) -
     (tmp_path / "alone" / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())
     whole, alone = inspect_model(tmp_path / "whole"), inspect_model(tmp_path / "alone")
     assert alone.kind == "configuration"
-    assert (alone.layout, alone.dtypes) == (whole.layout, whole.dtypes)
+    assert (alone.layout, alone.dtype) == (whole.layout, whole.dtype)
     assert alone.num_weights == whole.num_weights
     for guessed, real in zip(alone.parts, whole.parts, strict=True):
         assert (guessed.name, guessed.num_weights) == (real.name, real.num_weights)

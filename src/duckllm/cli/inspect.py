@@ -67,7 +67,7 @@ def facts_of(model: Inspection) -> dict[str, Any]:
         "kind": model.kind,
         "architecture": layout.architecture,
         "model_type": layout.model_type,
-        "stored": list(model.dtypes),
+        "stored": model.dtype,
         "format": model.weight_format,
         "scale_layout": model.scale_layout,
         "num_weights": model.num_weights,
@@ -105,7 +105,7 @@ def facts_of(model: Inspection) -> dict[str, Any]:
 def describe(facts: dict[str, Any]) -> str:
     """The facts for people."""
     mtp = f" and {facts['mtp_layers']} of multi-token prediction" if facts["mtp_layers"] else ""
-    held = f"experts in {facts['format']}" if facts["format"] else f"experts in {'+'.join(facts['stored'])}"
+    held = f"experts in {facts['format']}" if facts["format"] else f"experts in {facts['stored']}"
     lines = [
         f"{facts['folder']}: {facts['architecture']} ({facts['model_type']}), "
         f"{_KINDS[facts['kind']]}, {held}",

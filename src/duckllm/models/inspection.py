@@ -15,14 +15,15 @@ from typing import Any
 
 from duckllm.errors import ModelNotFoundError
 from duckllm.weights.architectures import layout_of
-from duckllm.weights.checkpoint import FP8, Checkpoint, load_json
-from duckllm.weights.e4m3 import SCALE_BLOCK, ceil_div
+from duckllm.weights.checkpoint import FP8, Checkpoint, load_json, read_quantisation
+from duckllm.weights.e4m3 import scale_shape
 from duckllm.weights.files import model_errors
 from duckllm.weights.formats import num_stripes, unit_bytes
-from duckllm.weights.layout import PROJECTIONS, ConfigReader, ModelLayout
+from duckllm.weights.layout import ConfigReader, ModelLayout
 from duckllm.weights.manifest import MANIFEST_FILE, Manifest
 from duckllm.weights.safetensors_file import DTYPE_BYTES, TensorInfo, read_header
-from duckllm.weights.source import ExpertTensors
+from duckllm.weights.scales import PER_CHANNEL
+from duckllm.weights.tensor_check import find_tensors
 
 # The host's tensors by the first of these that a name holds.
 _PARTS = (
@@ -34,6 +35,7 @@ _PARTS = (
     ("proj.weight", "dense MLP"),
     ("", "norms"),
 )
+_WIDE = {"float32": "F32", "float16": "F16"}
 MTP = "multi-token prediction"
 ORDER = ("embedding", "attention", "dense MLP", "shared expert", "router", "norms", "head", MTP)
 
@@ -66,7 +68,7 @@ class Inspection:
         kind: ``"converted"``, ``"checkpoint"`` or ``"configuration"``.
         layout: Its shape.
         num_hidden_layers: Layers that a token passes.
-        dtypes: Types of the stored expert weights; of a configuration alone, what it says.
+        dtype: Type of the stored expert weights, or of most; of a configuration alone, what it says.
         scale_layout: Which weights of an expert share a scale, ``"block"`` or ``"channel"``.
         weight_format: The format of a converted model's experts, else None.
         parts: The host's part, in :data:`ORDER`.
@@ -78,7 +80,7 @@ class Inspection:
     kind: str
     layout: ModelLayout
     num_hidden_layers: int
-    dtypes: tuple[str, ...]
+    dtype: str
     scale_layout: str
     weight_format: str | None
     parts: tuple[Part, ...]
@@ -146,67 +148,72 @@ def inspect_model(folder: Path) -> Inspection:
             raise ModelNotFoundError(f"{folder}: got no config.json, expected a model folder")
         is_converted = (folder / MANIFEST_FILE).is_file()
         has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json"))
-    config = load_json(folder / "config.json")
     if is_converted:
-        return _inspect_converted(folder, config)
-    if has_weights:
-        checkpoint = Checkpoint.open(folder)
-        layout = layout_of(config, checkpoint.tensors)
-        scale_layout = ExpertTensors(checkpoint, layout).scale_layout
-        return _inspection(folder, "checkpoint", config, layout, checkpoint.tensors, scale_layout)
-    assumed = _assumed_mtp(folder, config)
-    layout = layout_of(config, assumed)
-    assumed = _assumed_tensors(folder, config, layout)
-    return _inspection(folder, "configuration", config, layout, assumed, "block")
-
-
-def _inspect_converted(folder: Path, config: Mapping[str, Any]) -> Inspection:
-    manifest = Manifest.load(folder)
-    manifest.check_config()
-    tensors: dict[str, TensorInfo] = {}
-    for file in manifest.host_files:
-        tensors |= read_header(folder / file)
-    layout, scale_layout = layout_of(config, tensors), manifest.scale_layout
-    return _inspection(folder, "converted", config, layout, tensors, scale_layout, manifest)
-
-
-def _inspection(
-    folder: Path,
-    kind: str,
-    config: Mapping[str, Any],
-    layout: ModelLayout,
-    tensors: Mapping[str, TensorInfo],
-    scale_layout: str,
-    manifest: Manifest | None = None,
-) -> Inspection:
+        found = _read_converted(folder)
+    elif has_weights:
+        found = _read_checkpoint(folder)
+    else:
+        found = _read_configuration(folder)
     from duckllm.models.registry import load_config  # and torch with it
 
     parsed = load_config(folder)
-    num_layers = ConfigReader(config).positive("num_hidden_layers")
-    if manifest is not None:
-        dtypes = {str(manifest.source.get("dtype", ""))}
-    else:
-        experts = [name for name in tensors if layout.is_expert_tensor(name) and not _is_scale(name)]
-        dtypes = {tensors[name].dtype for name in experts}
     return Inspection(
         folder=folder,
-        kind=kind,
-        layout=layout,
-        num_hidden_layers=num_layers,
-        dtypes=tuple(sorted(dtypes)),
-        scale_layout=scale_layout,
-        weight_format=manifest.format if manifest is not None else None,
-        parts=_parts(layout, tensors.values(), num_layers),
+        kind=found.kind,
+        layout=found.layout,
+        num_hidden_layers=parsed.num_hidden_layers,
+        dtype=found.dtype,
+        scale_layout=found.scale_layout,
+        weight_format=found.weight_format,
+        parts=_parts(found.layout, found.host, parsed.num_hidden_layers),
         max_position_embeddings=parsed.max_position_embeddings,
         cache_elements_per_token=parsed.cache_elements_per_token,
     )
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What a folder holds: its kind, its shape, the host's tensors, and how its experts are stored."""
+
+    kind: str
+    layout: ModelLayout
+    host: tuple[TensorInfo, ...]
+    dtype: str
+    scale_layout: str
+    weight_format: str | None = None
+
+
+def _read_converted(folder: Path) -> _Found:
+    manifest = Manifest.load(folder)
+    manifest.check_config()
+    host: dict[str, TensorInfo] = {}
+    for file in manifest.host_files:
+        host |= read_header(folder / file)
+    layout = layout_of(load_json(folder / "config.json"), host)
+    dtype = str(manifest.source.get("dtype", ""))
+    return _Found("converted", layout, tuple(host.values()), dtype, manifest.scale_layout, manifest.format)
+
+
+def _read_checkpoint(folder: Path) -> _Found:
+    checkpoint = Checkpoint.open(folder)
+    layout = layout_of(checkpoint.config, checkpoint.tensors)
+    tensors = find_tensors(checkpoint, layout)
+    return _Found("checkpoint", layout, tensors.host, tensors.experts.dtype, tensors.experts.scale_layout)
+
+
+def _read_configuration(folder: Path) -> _Found:
+    config = load_json(folder / "config.json")
+    layout = layout_of(config, _assumed_mtp(folder, config))
+    quantisation = read_quantisation(folder, config)
+    wide = _WIDE.get(str(config.get("dtype") or config.get("torch_dtype")), "BF16")
+    dtype = FP8 if quantisation.method else wide
+    kept = "channel" if PER_CHANNEL in quantisation.kinds else "block"
+    return _Found("configuration", layout, _assumed_host(folder, layout, dtype, wide), dtype, kept)
+
+
 def _parts(layout: ModelLayout, tensors: Iterable[TensorInfo], num_layers: int) -> tuple[Part, ...]:
     sums = {name: [0, 0, 0, 0] for name in ORDER}
     for info in tensors:
-        if layout.is_expert_tensor(info.name):
-            continue
         layer = layout.layer_of(info.name)
         is_mtp = layer is not None and layer >= num_layers
         name = MTP if is_mtp else _part_of(info.name)
@@ -248,24 +255,15 @@ def _assumed_mtp(folder: Path, config: Mapping[str, Any]) -> dict[str, TensorInf
     return {name: TensorInfo(name, "BF16", (), folder, 0, 0) for name in names}
 
 
-def _assumed_tensors(folder: Path, config: Mapping[str, Any], layout: ModelLayout) -> dict[str, TensorInfo]:
-    """Tensors as checkpoints have them: BF16, or for matrices FP8 in 128 x 128 blocks."""
-    is_fp8 = config.get("quantization_config") is not None
-    wide = {"float32": "F32", "float16": "F16"}.get(
-        str(config.get("dtype") or config.get("torch_dtype")), "BF16"
-    )
-    found = {}
+def _assumed_host(folder: Path, layout: ModelLayout, dtype: str, wide: str) -> tuple[TensorInfo, ...]:
+    """The host's tensors as checkpoints have them: matrices in ``dtype``, FP8 in 128 x 128 blocks."""
+    found = []
     for name, shape in layout.host_shapes.items():
-        part = _part_of(name)
-        kept_wide = part in ("embedding", "head", "router", "norms") or name.endswith("weights_proj.weight")
-        dtype = FP8 if is_fp8 and len(shape) == 2 and not kept_wide else wide
-        found[name] = TensorInfo(name, dtype, shape, folder, 0, math.prod(shape) * DTYPE_BYTES[dtype])
-        if dtype == FP8:
-            scales = (ceil_div(shape[0], SCALE_BLOCK), ceil_div(shape[1], SCALE_BLOCK))
-            found[name + "_scale_inv"] = TensorInfo(
-                name + "_scale_inv", "F32", scales, folder, 0, 4 * math.prod(scales)
-            )
-    if layout.moe_layers:
-        name = layout.expert_weight(layout.moe_layers[0], 0, PROJECTIONS[0])
-        found[name] = TensorInfo(name, FP8 if is_fp8 else wide, (0, 0), folder, 0, 0)
-    return found
+        is_wide = _part_of(name) in ("embedding", "head", "router", "norms")
+        is_wide = is_wide or len(shape) != 2 or name.endswith("weights_proj.weight")
+        kind = wide if is_wide else dtype
+        found.append(TensorInfo(name, kind, shape, folder, 0, math.prod(shape) * DTYPE_BYTES[kind]))
+        if kind == FP8:
+            scales = scale_shape(shape[0], shape[1])
+            found.append(TensorInfo(f"{name}_scale_inv", "F32", scales, folder, 0, 4 * math.prod(scales)))
+    return tuple(found)
