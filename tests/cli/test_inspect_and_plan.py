@@ -41,6 +41,11 @@ def test_inspect_tells_people_the_same(demo_folder: Path, demo_checkpoint: Path)
     assert "checkpoint, experts in F8_E4M3" in run("inspect", demo_checkpoint)
 
 
+def test_without_a_name_it_is_the_demo_model() -> None:
+    assert json.loads(run("inspect", "--json"))["num_weights"] > 20e6
+    assert json.loads(run("plan", "--json"))["workers"][0]["stripes"] == 8
+
+
 def test_plan_finds_the_fewest_nodes(demo_folder: Path) -> None:
     facts = json.loads(run("plan", demo_folder, "--memory", "16", "--json"))
     assert facts["fits"] is True

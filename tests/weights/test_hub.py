@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -23,7 +24,14 @@ from duckllm.weights.resolve import find_model, resolve_model
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", "qwen.tiktoken")
 UNWANTED = ("model.bin", "modeling_duck.py", "model.gguf", "README.md", "consolidated.safetensors")
-SMALL = {"num_hidden_layers": 2, "num_nextn_predict_layers": 0, "n_routed_experts": 2}
+SMALL = {
+    "num_hidden_layers": 2,
+    "num_nextn_predict_layers": 0,
+    "n_routed_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_key_value_heads": 2,
+}
 
 
 def use_endpoint(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
@@ -180,6 +188,19 @@ def test_a_download_takes_what_is_needed_and_no_code(
     assert resolve_model(REPO) == folder
     assert hub.served == []
     assert not [*folder.rglob("*.py"), *hf_cache.rglob("*.py")]
+
+
+def test_an_inspection_fetches_the_configuration_alone(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = CliRunner().invoke(app, ["inspect", REPO, "--json"])
+    assert result.exception is None, result.exception
+    facts = json.loads(result.stdout)
+    assert (facts["kind"], facts["experts"]) == ("configuration", 2)
+    assert set(hub.served) == {"config.json"}
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert json.loads(CliRunner().invoke(app, ["inspect", REPO, "--json"]).stdout) == facts
+    assert CliRunner().invoke(app, ["plan", REPO, "--json"]).exception is None
+    # What needs the whole model says what is missing.
+    assert "holds a part of it, without" in refused(REPO, CheckpointError)
 
 
 def test_a_download_that_broke_is_completed(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:

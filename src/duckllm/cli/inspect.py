@@ -6,7 +6,6 @@ Mounted by cli/main.py, which turns errors of ours into one line and an exit cod
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,14 +26,14 @@ _KINDS = {
 
 
 def inspect(
-    path: Annotated[
-        Path,
+    model: Annotated[
+        str | None,
         typer.Argument(
-            help="Converted model, checkpoint folder, or a folder with config.json alone.",
+            help="Converted model, checkpoint folder, a folder with config.json alone, or a model on the "
+            "Hugging Face hub: org/name. By default the demo model.",
             show_default=False,
-            readable=False,
         ),
-    ],
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
     """Say what a model is: family, layers, sizes, formats, bytes by part and what nodes need for it.
@@ -42,9 +41,10 @@ def inspect(
     Nothing is loaded or converted. A family or a feature that cannot be run is refused by name.
     """
     from duckllm.models.inspection import inspect_model
+    from duckllm.weights.resolve import find_model
 
-    with Waiting(f"Reading {path}"):
-        facts = facts_of(inspect_model(path.expanduser()))
+    with Waiting(f"Reading {model or 'the demo model'}"):
+        facts = facts_of(inspect_model(find_model(model, whole=False).folder))
     print(json.dumps(facts) if as_json else describe(facts))
 
 

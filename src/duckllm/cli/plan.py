@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,14 +24,14 @@ _DEFAULT_CONTEXT = 8192
 
 
 def plan(
-    path: Annotated[
-        Path,
+    model: Annotated[
+        str | None,
         typer.Argument(
-            help="Converted model, checkpoint folder, or a folder with config.json alone.",
+            help="Converted model, checkpoint folder, a folder with config.json alone, or a model on the "
+            "Hugging Face hub: org/name. By default the demo model.",
             show_default=False,
-            readable=False,
         ),
-    ],
+    ] = None,
     workers: Annotated[
         int | None,
         typer.Option(help="Number of equal nodes; without it the fewest that fit.", show_default=False),
@@ -58,6 +57,7 @@ def plan(
     """
     from duckllm.models.inspection import inspect_model
     from duckllm.plan import fewest_nodes, plan_cluster
+    from duckllm.weights.resolve import find_model
 
     sizes = _parse_memory(memory)
     if len(sizes) > 1 and workers not in (None, len(sizes)):
@@ -65,16 +65,16 @@ def plan(
     for field, value in (("workers", workers), ("max_step_tokens", max_step_tokens)):
         if value is not None and value < 1:
             raise ConfigError(field, value, "a number of at least 1")
-    with Waiting(f"Reading {path}"):
-        model = inspect_model(path.expanduser())
-    chosen = _parse_format(weight_format, model.weight_format)
-    longest = model.max_position_embeddings
+    with Waiting(f"Reading {model or 'the demo model'}"):
+        found = inspect_model(find_model(model, whole=False).folder)
+    chosen = _parse_format(weight_format, found.weight_format)
+    longest = found.max_position_embeddings
     length = min(_DEFAULT_CONTEXT, longest) if max_model_len is None else max_model_len
     if not 1 <= length <= longest:
         raise ConfigError("max_model_len", length, f"1 to {longest}, the model's longest context")
     if len(sizes) == 1 and workers is None:
         made = fewest_nodes(
-            model,
+            found,
             sizes[0],
             weight_format=chosen,
             max_model_len=length,
@@ -82,13 +82,13 @@ def plan(
         )
     else:
         made = plan_cluster(
-            model,
+            found,
             sizes if len(sizes) > 1 else sizes * (workers or 1),
             weight_format=chosen,
             max_model_len=length,
             max_step_tokens=max_step_tokens,
         )
-    facts = facts_of(str(path), made)
+    facts = facts_of(str(found.folder), made)
     print(json.dumps(facts) if as_json else describe(facts))
     if not made.fits:
         count, short = len(made.nodes), sum(not node.fits for node in made.nodes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,18 @@ class HubModel:
             raise CheckpointError(f"{self}: got no {list_names(absent)} on the hub, expected a whole model")
         return folder
 
+    def find_configuration(self) -> Path:
+        """The folder of its files in the local cache as they are, of which config.json alone is fetched.
+
+        Raises:
+            As :meth:`find`.
+        """
+        snapshot_download = _snapshot_download()
+        cached, absent = self._in_cache(snapshot_download)
+        if cached is not None and "config.json" not in absent:
+            return cached
+        return self._download(snapshot_download, ["config.json"])
+
     def _in_cache(self, snapshot_download: Callable[..., str]) -> tuple[Path | None, list[str]]:
         """The folder in the cache, if there is one, and which files it lacks."""
         from huggingface_hub.errors import (
@@ -100,7 +112,7 @@ class HubModel:
             return None, []
         return folder, _absent_files(folder)
 
-    def _download(self, snapshot_download: Callable[..., str]) -> Path:
+    def _download(self, snapshot_download: Callable[..., str], files: Sequence[str] = _WANTED) -> Path:
         from huggingface_hub import constants, errors
 
         absent = f"neither a folder nor in the Hugging Face cache, {constants.HF_HUB_CACHE}"
@@ -108,7 +120,7 @@ class HubModel:
         if constants.HF_HUB_OFFLINE:
             raise ModelNotFoundError(f"{self}: {absent}, and HF_HUB_OFFLINE is set; {fetch}")
         try:
-            return Path(snapshot_download(**self._request()))
+            return Path(snapshot_download(**self._request(files)))
         except errors.GatedRepoError as error:
             raise ModelNotFoundError(
                 f"{self}: the model on the hub is gated, and this machine has no access to it; "
@@ -142,11 +154,11 @@ class HubModel:
                 f"{self}: cannot be downloaded ({reason}); the same command goes on where it is now"
             ) from error
 
-    def _request(self) -> dict[str, Any]:
+    def _request(self, files: Sequence[str] = _WANTED) -> dict[str, Any]:
         return {
             "repo_id": self.repo_id,
             "revision": self.revision,
-            "allow_patterns": list(_WANTED),
+            "allow_patterns": list(files),
             "ignore_patterns": list(_UNWANTED),
         }
 

@@ -57,13 +57,15 @@ class ModelPlace:
     origin: Mapping[str, str]
 
 
-def find_model(model: str | Path | None) -> ModelPlace:
+def find_model(model: str | Path | None, *, whole: bool = True) -> ModelPlace:
     """The folder that a model's name stands for.
 
     Args:
         model: A folder, a model on the Hugging Face hub as ``org/name`` or ``org/name@revision``, or None for
             the demo model. A folder of that name comes before the hub, and the hub's local cache before a
             download.
+        whole: Whether all of it is needed. Without, of a model on the hub config.json is enough, and alone
+            is downloaded.
 
     Raises:
         ModelNotFoundError: Neither a folder nor a model on the hub that can be had.
@@ -84,7 +86,7 @@ def find_model(model: str | Path | None) -> ModelPlace:
     hub_model = HubModel.parse(str(model)) if is_free else None
     if hub_model is None:
         raise ModelNotFoundError(f"{folder}: no such folder")
-    folder = hub_model.find()
+    folder = hub_model.find() if whole else hub_model.find_configuration()
     origin = {"hub_id": hub_model.repo_id, "revision": folder.name}
     return ModelPlace(folder, hub_model.repo_id.replace("/", "--"), origin)
 
