@@ -120,6 +120,25 @@ def test_what_does_no_harm_is_left_out(tmp_path: Path) -> None:
         assert not set(names) & set(read_header(tmp_path / "dst-with" / file))
 
 
+def test_the_indexer_of_a_layer_that_shares_a_selection_is_left_out(tmp_path: Path) -> None:
+    """Only where the layer has no use for it, and only an indexer."""
+    name = "model.layers.1.self_attn.indexer.wk.weight"
+    glm = {"architectures": ["GlmMoeDsaForCausalLM"], "indexer_types": ["full", "shared", "full"]}
+
+    def edit(tensors: dict) -> None:
+        assert name not in tensors
+        tensors[name] = ("BF16", (2,), TWO)
+
+    make_checkpoint(tmp_path / "with", edit=edit, **glm)
+    found = convert(tmp_path / "with", tmp_path / "to")
+    assert not any(name in read_header(tmp_path / "to" / file) for file in found.host_files)
+    odd = name.replace("wk", "other")
+    for layer, options in ((2, glm), (1, {})):
+        other = odd.replace("layers.1", f"layers.{layer}")
+        message = refused(tmp_path, lambda t, n=other: t.update({n: ("BF16", (2,), TWO)}), **options)
+        assert message == f"1 unknown tensor(s): {other}"
+
+
 def test_copies_of_the_embeddings_are_harmless_in_mtp_layers_only(tmp_path: Path) -> None:
     name = "model.layers.2.embed_tokens.weight"
     message = refused(tmp_path, lambda t: t.update({name: ("BF16", (2,), TWO)}))

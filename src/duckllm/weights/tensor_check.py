@@ -27,6 +27,7 @@ from duckllm.weights.safetensors_file import TensorInfo, TensorReader
 from duckllm.weights.source import ExpertTensors
 
 _HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+_INDEXER = ".self_attn.indexer."
 # What the layers of multi-token prediction have of the model's embeddings and head, once more.
 _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 _SCALES = re.compile(r"(.*scale.*|.*zero_point.*|qweight|qzeros)", re.IGNORECASE)
@@ -95,11 +96,14 @@ def _unknown(
     """What is wrong with tensors that no part of the model uses, a clause for each kind."""
     kinds: dict[str, list[str]] = {kind: [] for kind in _UNKNOWN}
     hints = _Hints(missing)
+    indexed = {layout.layer_of(name) for name in layout.host_shapes if _INDEXER in name}
     for name in names:
         layer = layout.layer_of(name)
         expert = re.search(r"\.experts\.(\d+)\.", name)
         if _is_harmless(checkpoint, name, layer):
             continue
+        if _INDEXER in name and indexed and layer not in indexed:
+            continue  # of a layer that shares the selection of an earlier one
         if layer is not None and layer >= layout.num_layers:
             kinds["layer"].append(name)
         elif expert and layout.is_expert_tensor(name) and int(expert[1]) >= layout.num_experts:
