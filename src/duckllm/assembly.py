@@ -80,6 +80,8 @@ def build_engine(
     config: ClusterConfig,
     *,
     max_model_len: int | None,
+    kv_cache_bytes: int | None,
+    max_num_seqs: int,
     host_threads: int,
     eos_token_ids: Collection[int],
 ) -> tuple[Engine, ClusterInfo]:
@@ -91,6 +93,8 @@ def build_engine(
         cluster: Workers from :func:`begin_workers`; None computes the experts in this process.
         config: The cluster's configuration.
         max_model_len: As for :class:`duckllm.LLM`.
+        kv_cache_bytes: As for :class:`duckllm.LLM`.
+        max_num_seqs: As for :class:`duckllm.LLM`.
         host_threads: As for :class:`duckllm.LLM`.
         eos_token_ids: Tokens that end a reply.
 
@@ -102,11 +106,12 @@ def build_engine(
     import torch
 
     from duckllm.engine.engine import Engine
-    from duckllm.engine.kv_cache import resolve_max_model_len
+    from duckllm.engine.kv_cache import resolve_cache_tokens, resolve_max_model_len
     from duckllm.weights.host_tensors import HostTensors
 
     parsed = load_config(model.path)
     length = resolve_max_model_len(max_model_len, parsed)
+    cache_tokens = resolve_cache_tokens(kv_cache_bytes, length, parsed)
     tensors = HostTensors(model.path)
     shares_cores = cluster is not None and not config.addresses
     torch.set_num_threads(host_threads or _host_threads(tensors, shares_cores))
@@ -118,6 +123,8 @@ def build_engine(
         load_model(parsed, tensors, experts, max_tokens=length),
         max_model_len=length,
         max_step_tokens=config.max_step_tokens,
+        cache_tokens=cache_tokens,
+        max_num_seqs=max_num_seqs,
         eos_token_ids=frozenset(eos_token_ids),
     )
     return engine, info

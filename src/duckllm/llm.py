@@ -42,6 +42,10 @@ class LLM:
             list); 0 computes the experts in this process.
         max_model_len: Most tokens of prompt and reply together; None for the model's longest context, or what
             2 GiB of KV cache hold if that is less.
+        kv_cache_bytes: Memory of the KV cache, over all requests; None for 2 GiB, or what one context of
+            ``max_model_len`` takes if that is more. What was computed stays in it as long as there is room,
+            and is taken up where another prompt begins alike.
+        max_num_seqs: Most requests that are computed at a time; others wait.
         host_threads: Threads of the host's own layers; 0 decides by the model and the cores there are. It is
             torch's setting, and so holds for the whole process.
         **cluster_options: Any other field of :class:`duckllm.config.ClusterConfig`.
@@ -53,7 +57,7 @@ class LLM:
         TypeError: An unknown argument, by name.
 
     Threading:
-        One thread at a time. Several streams may be under way; they take turns.
+        One thread at a time. Several streams may be under way; each step computes for all of them.
 
     Example:
         >>> with LLM() as llm:
@@ -67,6 +71,8 @@ class LLM:
         *,
         workers: int | str | Sequence[str] = 2,
         max_model_len: int | None = None,
+        kv_cache_bytes: int | None = None,
+        max_num_seqs: int = 64,
         host_threads: int = 0,
         **cluster_options: Any,
     ) -> None:
@@ -77,6 +83,9 @@ class LLM:
             raise ConfigError("model", model, "a folder's name, a Path, or None for the demo model")
         if max_model_len is not None:
             _check_int("max_model_len", max_model_len, 2)
+        if kv_cache_bytes is not None:
+            _check_int("kv_cache_bytes", kv_cache_bytes, 1)
+        _check_int("max_num_seqs", max_num_seqs, 1)
         opened = open_model(model)
         self.default_sampling_params = _default_sampling_params(opened.path)
         stack = ExitStack()
@@ -91,6 +100,8 @@ class LLM:
                 cluster,
                 cluster_config,
                 max_model_len=max_model_len,
+                kv_cache_bytes=kv_cache_bytes,
+                max_num_seqs=max_num_seqs,
                 host_threads=host_threads,
                 eos_token_ids=self.tokenizer.eos_token_ids,
             )
@@ -201,19 +212,25 @@ class LLM:
         # Every prompt is checked before the first one is computed.
         requests = [self._new_request(ids, each) for ids, each in zip(token_ids, params, strict=True)]
         outputs = []
-        for prompt, request in zip(texts, requests, strict=True):
-            text = "".join(output.text for output in self._stream(request))
-            completion = CompletionOutput(0, text, request.output_token_ids, request.finish_reason)
-            outputs.append(
-                RequestOutput(
-                    request.request_id,
-                    prompt,
-                    request.prompt_token_ids,
-                    (completion,),
-                    True,
-                    request.metrics(),
+        try:
+            for request in requests:
+                self._engine.add(request)
+            for prompt, request in zip(texts, requests, strict=True):
+                text = "".join(output.text for output in self._stream(request))
+                completion = CompletionOutput(0, text, request.output_token_ids, request.finish_reason)
+                outputs.append(
+                    RequestOutput(
+                        request.request_id,
+                        prompt,
+                        request.prompt_token_ids,
+                        (completion,),
+                        True,
+                        request.metrics(),
+                    )
                 )
-            )
+        finally:
+            for request in requests:
+                self._engine.abort(request)
         return outputs
 
     def _new_request(self, token_ids: Sequence[int], params: SamplingParams) -> Request:
@@ -284,7 +301,8 @@ def _cluster_config(workers: Any, options: dict[str, Any]) -> ClusterConfig:
     known = {field.name for field in dataclasses.fields(ClusterConfig)} - {"workers", "addresses"}
     unknown = sorted(set(options) - known)
     if unknown:
-        names = ["model", "workers", "max_model_len", "host_threads", *sorted(known)]
+        names = ["model", "workers", "max_model_len", "kv_cache_bytes", "max_num_seqs"]
+        names += ["host_threads", *sorted(known)]
         raise TypeError(
             f"LLM() got unexpected keyword arguments: {', '.join(unknown)}; known: {', '.join(names)}"
         )

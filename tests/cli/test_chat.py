@@ -287,4 +287,5 @@ def test_facts_leave_out_what_is_unknown() -> None:
 
 
 def test_every_verb_is_mounted() -> None:
-    assert [command.name for command in app.registered_commands] == ["chat", "convert", "worker"]
+    names = [command.name for command in app.registered_commands]
+    assert names == ["chat", "convert", "inspect", "plan", "worker"]

@@ -62,7 +62,9 @@ def model(folder: Path, experts: FailingExperts) -> CausalLM:
 
 
 def make_engine(model: CausalLM, step: int = 256, eos: frozenset[int] = frozenset()) -> Engine:
-    return Engine(model, max_model_len=CONTEXT, max_step_tokens=step, eos_token_ids=eos)
+    return Engine(
+        model, max_model_len=CONTEXT, max_step_tokens=step, cache_tokens=20 * CONTEXT, eos_token_ids=eos
+    )
 
 
 def test_every_chunking_of_the_prompt_gives_the_same_tokens(model: CausalLM) -> None:

@@ -11,7 +11,7 @@ import torch
 from duckllm.layers import gqa
 from duckllm.layers.gqa import GQAShape, GQAttention
 from duckllm.layers.rope import RotaryTable
-from duckllm.layers.step import StepContext
+from duckllm.layers.step import SequenceStep, StepContext
 from support.experts import DictTensors
 
 SHAPE = GQAShape(
@@ -58,7 +58,8 @@ def run(layer: GQAttention, x: torch.Tensor, step_tokens: int) -> torch.Tensor:
     outputs = []
     for start in range(0, len(x), step_tokens):
         rows = x[start : start + step_tokens]
-        step = StepContext(start, *table.rows(torch.arange(start, start + len(rows))))
+        sequences = [SequenceStep.of(0, start, len(rows))]
+        step = StepContext(sequences, *table.rows(torch.arange(start, start + len(rows))))
         outputs.append(layer(rows, step, cache))
     return torch.cat(outputs)
 
@@ -114,7 +115,9 @@ def test_a_window_leaves_older_keys_unread() -> None:
     cache = tuple(torch.full((NUM_TOKENS, width), torch.nan) for width in layer.shape.cache_widths)
     for tensor in cache:
         tensor[7:10] = 0.5
-    step = StepContext(10, *RotaryTable(INV_FREQ, 1.0, NUM_TOKENS).rows(torch.tensor([10])))
+    step = StepContext(
+        [SequenceStep.of(0, 10, 1)], *RotaryTable(INV_FREQ, 1.0, NUM_TOKENS).rows(torch.tensor([10]))
+    )
     assert torch.isfinite(layer(inputs()[:1], step, cache)).all()
     for tensor in cache:
         tensor[7] = torch.nan

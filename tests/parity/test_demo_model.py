@@ -44,7 +44,11 @@ def test_greedy_tokens_equal_the_reference(
 ) -> None:
     """64 steps on 20 questions, the reference decoding token by token with its own cache."""
     engine = Engine(
-        build_model(demo_folder), max_model_len=512, max_step_tokens=256, eos_token_ids=frozenset({EOS})
+        build_model(demo_folder),
+        max_model_len=512,
+        max_step_tokens=256,
+        cache_tokens=512,
+        eos_token_ids=frozenset({EOS}),
     )
     for question in load_questions()[::9]:
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": question.question}])

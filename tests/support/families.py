@@ -214,7 +214,7 @@ def assert_logits(case: Case, step_tokens: int, model: CausalLM | None = None) -
 
 def assert_greedy(case: Case, num_prompts: int = 4, num_tokens: int = 64) -> None:
     """Greedy replies equal the reference's, which judges each at once: token by token its likeliest."""
-    engine = Engine(build_model(case.folder), max_model_len=256, max_step_tokens=5)
+    engine = Engine(build_model(case.folder), max_model_len=256, max_step_tokens=5, cache_tokens=512)
     replies = set()
     for prompt in case.prompts(range(1, num_prompts + 1)):
         reply = greedy(engine, prompt, num_tokens)

@@ -11,6 +11,7 @@ import torch
 from duckllm.cluster import open_cluster
 from duckllm.config import ClusterConfig
 from duckllm.engine.engine import Engine
+from duckllm.layers.step import SequenceStep
 from duckllm.models.causal_lm import CausalLM
 from duckllm.models.registry import load_config, load_model
 from duckllm.moe.dispatch import RemoteExperts
@@ -41,8 +42,10 @@ def all_logits(model: CausalLM, token_ids: list[int], step_tokens: int) -> torch
     tokens = torch.tensor(token_ids)
     return torch.cat(
         [
-            model.compute_logits(model.forward(tokens[start : start + step_tokens], start, cache))
-            for start in range(0, len(token_ids), step_tokens)
+            model.compute_logits(model.forward(chunk, [SequenceStep.of(0, start, len(chunk))], cache))
+            for start, chunk in zip(
+                range(0, len(token_ids), step_tokens), tokens.split(step_tokens), strict=True
+            )
         ]
     )
 

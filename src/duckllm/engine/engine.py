@@ -1,6 +1,6 @@
-"""The step loop: a request's tokens through the model until its reply ends.
+"""The step loop: many requests' tokens through the model until their replies end.
 
-Called by :class:`duckllm.LLM`; calls the model, the sampler and the KV cache. Knows token ids, no text and no
+Called by :class:`duckllm.LLM`; calls the scheduler, the model, the samplers. Knows token ids, no text and no
 workers.
 """
 
@@ -12,17 +12,20 @@ import torch
 
 from duckllm.engine.kv_cache import KvCache
 from duckllm.engine.request import Request
+from duckllm.engine.scheduler import Scheduler
 from duckllm.models.causal_lm import CausalLM
 from duckllm.sampling_params import SamplingParams
 
 
 class Engine:
-    """Runs requests, one at a time.
+    """Runs requests, many at a time.
 
     Args:
         model: The host's part of the model.
         max_model_len: Most tokens of prompt and reply together.
         max_step_tokens: Most tokens of one step; a longer prompt takes several.
+        cache_tokens: Tokens that the KV cache holds, over all requests; at least ``max_model_len``.
+        max_num_seqs: Most requests that are computed at a time; others wait.
         eos_token_ids: Tokens that end a reply.
     """
 
@@ -32,12 +35,15 @@ class Engine:
         *,
         max_model_len: int,
         max_step_tokens: int,
+        cache_tokens: int,
+        max_num_seqs: int = 64,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.model = model
-        self.max_model_len, self.max_step_tokens = max_model_len, max_step_tokens
+        self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
-        self.kv_cache = KvCache(model, max_model_len)
+        self.kv_cache = KvCache(model, cache_tokens)
+        self.scheduler = Scheduler(self.kv_cache, max_step_tokens, max_num_seqs)
         self._num_requests = 0
 
     def new_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Request:
@@ -53,30 +59,53 @@ class Engine:
             eos_token_ids=self.eos_token_ids,
         )
 
-    def run(self, request: Request) -> Iterator[int]:
-        """The tokens of the reply, as they come.
+    def add(self, request: Request) -> None:
+        """Lets the next steps compute the request, beside others."""
+        self.scheduler.add(request)
 
-        Several may be under way: each step of one that was interrupted by another computes its context anew.
+    def abort(self, request: Request) -> None:
+        """Takes the request out of the next steps; it may be run again and goes on where it was."""
+        self.scheduler.remove(request)
+
+    def run(self, request: Request) -> Iterator[int]:
+        """The tokens of the reply, as they come. Whoever was added or is run meanwhile comes forward as well.
+
         After an exception, KeyboardInterrupt included, the request may be run on and others may be started.
 
         Raises:
             WorkerLostError: A worker went away, or did not answer in time.
         """
-        while request.finish_reason is None:
-            token_id = self.step(request)
-            if token_id is not None:
-                yield token_id
+        try:
+            while True:
+                while request.num_given_tokens < len(request.token_ids):
+                    request.num_given_tokens += 1
+                    yield request.token_ids[request.num_given_tokens - 1]
+                if request.finish_reason is not None:
+                    return
+                self.add(request)
+                self.step()
+        finally:
+            self.abort(request)
 
-    def step(self, request: Request) -> int | None:
-        """Computes the request's next tokens; the reply's next one, or None while the prompt is not done."""
-        self.kv_cache.claim(request)
-        # A step interrupted after the model had run is repeated: there is always a token to compute.
-        start = min(request.num_computed_tokens, len(request.token_ids) - 1)
-        scheduled = request.token_ids[start : start + self.max_step_tokens]
-        hidden = self.model.forward(torch.tensor(scheduled), start, self.kv_cache.tensors)
-        request.num_computed_tokens = start + len(scheduled)
-        if request.num_computed_tokens < len(request.token_ids):
-            return None
-        token_id = request.sampler.sample(self.model.compute_logits(hidden[-1:])[0])
-        request.append(token_id)
-        return token_id
+    def step(self) -> None:
+        """Computes the next tokens of the requests whose turn it is, and samples where all are computed."""
+        scheduled = self.scheduler.schedule()
+        token_ids: list[int] = []
+        sequences = []
+        for each in scheduled:
+            sequences.append(
+                self.kv_cache.sequence(each.table, len(token_ids), each.start, each.stop - each.start)
+            )
+            token_ids += each.request.token_ids[each.start : each.stop]
+        hidden = self.model.forward(torch.tensor(token_ids), sequences, self.kv_cache.tensors)
+        ends = [each.ends for each in scheduled]
+        last_rows = [sequence.rows.stop - 1 for sequence, end in zip(sequences, ends, strict=True) if end]
+        logits = iter(self.model.compute_logits(hidden[last_rows]) if last_rows else ())
+        for each, end in zip(scheduled, ends, strict=True):
+            request = each.request
+            request.num_computed_tokens = each.stop
+            self.kv_cache.seal(each.table, request.token_ids, each.stop)
+            if end:
+                request.append(request.sampler.sample(next(logits)))
+            if request.finish_reason is not None:
+                self.scheduler.remove(request)

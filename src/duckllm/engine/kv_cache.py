@@ -1,17 +1,28 @@
-"""The KV cache: allocated once, held by one request at a time.
+"""The KV cache: pages of tokens, allocated once, shared by requests that begin alike.
 
-Called by the engine. The layout inside belongs to the attention layers; here is how large it is and whose.
+Called by the scheduler. A page holds what every layer keeps of PAGE_TOKENS consecutive tokens; the layout
+inside belongs to the attention layers. A page that is full is known by a hash of its tokens and of all before
+them, so that another request with the same beginning takes it as it is. A page that nobody uses keeps its
+content until the room is needed; the one that was left longest goes first.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from duckllm.engine.request import Request
+import numpy as np
+
 from duckllm.errors import ConfigError
+from duckllm.layers.step import SequenceStep
 from duckllm.models.causal_lm import CausalLM
 from duckllm.models.config import ModelConfig
 
+PAGE_TOKENS = 16
 DEFAULT_BUDGET_BYTES = 2 << 30
 
 
@@ -38,26 +49,154 @@ def resolve_max_model_len(asked: int | None, config: ModelConfig, element_bytes:
     return asked
 
 
+def resolve_cache_tokens(
+    asked_bytes: int | None, max_model_len: int, config: ModelConfig, element_bytes: int = 4
+) -> int:
+    """Tokens that the KV cache holds: of 2 GiB, or of what was asked for, and at least one whole context.
+
+    Raises:
+        ConfigError: Not enough for one context of ``max_model_len``.
+    """
+    token_bytes = config.cache_elements_per_token * element_bytes
+    least_bytes = num_pages(max_model_len) * PAGE_TOKENS * token_bytes
+    if asked_bytes is None:
+        return max(DEFAULT_BUDGET_BYTES, least_bytes) // token_bytes
+    if asked_bytes < least_bytes:
+        raise ConfigError(
+            "kv_cache_bytes",
+            asked_bytes,
+            f"at least {least_bytes}, for one context of {max_model_len} tokens",
+        )
+    return asked_bytes // token_bytes
+
+
 def total_memory_bytes() -> int:
     """Bytes of memory that this machine has in all."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def num_pages(num_tokens: int) -> int:
+    """Pages that so many tokens take."""
+    return -(-num_tokens // PAGE_TOKENS)
+
+
+@dataclass
+class PageTable:
+    """The pages of one request, in the order of its tokens.
+
+    Args:
+        pages: Their numbers.
+        hashes: Of the first ones, which are full.
+    """
+
+    pages: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+
+
 class KvCache:
-    """Memory for the tokens of one context.
+    """Memory for the tokens of many contexts.
 
     Args:
         model: Says what a token needs.
-        max_tokens: Most tokens.
+        max_tokens: Most tokens, over all contexts; rounded down to whole pages.
     """
 
     def __init__(self, model: CausalLM, max_tokens: int) -> None:
-        self.tensors = model.new_kv_cache(max_tokens)
-        self.max_tokens = max_tokens
-        self._owner: Request | None = None
+        self.num_pages = max_tokens // PAGE_TOKENS
+        self.tensors = model.new_kv_cache(self.num_pages * PAGE_TOKENS)
+        self._users = np.zeros(self.num_pages, np.int32)
+        self._is_free = np.ones(self.num_pages, bool)
+        self._num_free = self.num_pages
+        self._page_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._unused: OrderedDict[int, None] = OrderedDict()  # with content, longest left first
 
-    def claim(self, request: Request) -> None:
-        """Makes the cache this request's; one that comes back after another computes its tokens anew."""
-        if self._owner is not request:
-            request.num_computed_tokens = 0
-            self._owner = request
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that nobody uses."""
+        return self._num_free + len(self._unused)
+
+    def open(self, token_ids: Sequence[int]) -> tuple[PageTable, int]:
+        """A table that begins with the pages that are known already, and how many tokens they hold.
+
+        At least one token is left to compute, as its logits are wanted.
+        """
+        table = PageTable()
+        previous = b""
+        for first in range(0, (len(token_ids) - 1) // PAGE_TOKENS * PAGE_TOKENS, PAGE_TOKENS):
+            previous = _hash(previous, token_ids[first : first + PAGE_TOKENS])
+            page = self._page_of.get(previous)
+            if page is None:
+                break
+            self._unused.pop(page, None)
+            self._users[page] += 1
+            table.pages.append(page)
+            table.hashes.append(previous)
+        return table, len(table.pages) * PAGE_TOKENS
+
+    def reserve(self, table: PageTable, num_tokens: int) -> bool:
+        """Pages for the first ``num_tokens`` tokens; False, and nothing changed, where there are too few."""
+        wanted = num_pages(num_tokens) - len(table.pages)
+        if wanted > self.num_available_pages:
+            return False
+        for _ in range(wanted):
+            table.pages.append(self._take(table))
+        return True
+
+    def seal(self, table: PageTable, token_ids: Sequence[int], num_computed: int) -> None:
+        """Makes the pages that are full by now known to others."""
+        for number in range(len(table.hashes), num_computed // PAGE_TOKENS):
+            previous = table.hashes[-1] if table.hashes else b""
+            first = number * PAGE_TOKENS
+            table.hashes.append(_hash(previous, token_ids[first : first + PAGE_TOKENS]))
+            if self._page_of.setdefault(table.hashes[-1], table.pages[number]) == table.pages[number]:
+                self._hash_of[table.pages[number]] = table.hashes[-1]
+
+    def close(self, table: PageTable) -> None:
+        """Lets go of a table's pages; those that are known keep their content for the next one."""
+        # The last pages of a context are of least use to others: they go first.
+        for page in reversed(table.pages):
+            self._users[page] -= 1
+            if self._users[page]:
+                continue
+            if page in self._hash_of:
+                self._unused[page] = None
+            else:
+                self._is_free[page] = True
+                self._num_free += 1
+        table.pages.clear()
+        table.hashes.clear()
+
+    def sequence(self, table: PageTable, first_row: int, start: int, num_tokens: int) -> SequenceStep:
+        """Where the tokens of a context lie, for a step that adds tokens [start, start + num_tokens)."""
+        pages = np.array(table.pages[: num_pages(start + num_tokens)])
+        run = bool((np.diff(pages) == 1).all())
+        slots = None
+        if not run:
+            slots = (pages[:, None] * PAGE_TOKENS + np.arange(PAGE_TOKENS)).reshape(-1)[: start + num_tokens]
+        return SequenceStep.of(first_row, start, num_tokens, int(pages[0]) * PAGE_TOKENS, slots)
+
+    def _take(self, table: PageTable) -> int:
+        """A page, behind the table's last one where that is free: consecutive pages need no copies."""
+        if self._num_free:
+            after = table.pages[-1] + 1 if table.pages else self.num_pages
+            page = after if after < self.num_pages and self._is_free[after] else self._start_of_run()
+            self._is_free[page] = False
+            self._num_free -= 1
+        else:
+            page, _ = self._unused.popitem(last=False)
+            del self._page_of[self._hash_of.pop(page)]
+        self._users[page] = 1
+        return page
+
+    def _start_of_run(self) -> int:
+        """The middle of the longest run of free pages; its first half is left to who lies before it."""
+        edges = np.flatnonzero(np.diff(self._is_free, prepend=False, append=False))
+        starts, stops = edges[::2], edges[1::2]
+        longest = int((stops - starts).argmax())
+        start, stop = int(starts[longest]), int(stops[longest])
+        return start if start == 0 else start + (stop - start) // 2
+
+
+def _hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
+    return hashlib.blake2b(previous + array("q", token_ids).tobytes(), digest_size=16).digest()

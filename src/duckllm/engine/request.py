@@ -51,6 +51,7 @@ class Request:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.token_ids = list(prompt_token_ids)
         self.num_computed_tokens = 0
+        self.num_given_tokens = self.num_prompt_tokens  # to whoever reads the reply
         self.finish_reason: str | None = None
         self.sampler = Sampler(params)
         self._max_model_len, self._eos_token_ids = max_model_len, eos_token_ids

@@ -5,6 +5,7 @@ Called by the models. A cached token is the rotated keys and the values of its `
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -105,23 +106,32 @@ class GQAttention:
         Shapes:
             x, result: [T, H]; cache: keys and values, each [max_tokens, kv_heads * head_dim]
         """
-        s, start, num_tokens = self.shape, step.start, x.shape[0]
-        keys, values = (tensor.view(-1, s.num_kv_heads, s.head_dim) for tensor in cache)
+        s, num_tokens = self.shape, x.shape[0]
         heads = self.qkv(x).view(num_tokens, -1, s.head_dim)
         q, k = heads[:, : s.num_heads], heads[:, s.num_heads : -s.num_kv_heads]
         q = self._rotate(self.q_norm(q) if self.q_norm else q, step)
-        keys[start : start + num_tokens] = self._rotate(self.k_norm(k) if self.k_norm else k, step)
-        values[start : start + num_tokens] = heads[:, -s.num_kv_heads :]
+        k = self._rotate(self.k_norm(k) if self.k_norm else k, step)
+        attended: list[torch.Tensor] = []
+        for sequence in step.sequences:
+            rows = sequence.rows
+            sequence.write(cache[0], k[rows].flatten(1))
+            sequence.write(cache[1], heads[rows, -s.num_kv_heads :].flatten(1))
+            keys, values = (sequence.read(each).view(-1, s.num_kv_heads, s.head_dim) for each in cache)
+            attended += self._attend_in_blocks(q[rows], keys, values)
+        return self.o(attended[0] if len(attended) == 1 else torch.cat(attended))
 
-        # Rows of a long prompt are taken in blocks, so that the mask in memory is bounded.
-        block = max(1, MASK_BLOCK_ELEMENTS // (s.num_heads // s.num_kv_heads * (start + num_tokens)))
-        attended = []
+    def _attend_in_blocks(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
+        """Rows of a long prompt are taken in blocks, so that the mask in memory is bounded."""
+        s, num_tokens = self.shape, q.shape[0]
+        start = keys.shape[0] - num_tokens
+        block = max(1, MASK_BLOCK_ELEMENTS // (s.num_heads // s.num_kv_heads * keys.shape[0]))
         for first in range(0, num_tokens, block):
             rows = q[first : first + block]
             stop = start + first + rows.shape[0]
             begin = 0 if s.sliding_window is None else max(0, start + first + 1 - s.sliding_window)
-            attended.append(self._attend(rows, keys[begin:stop], values[begin:stop]))
-        return self.o(attended[0] if len(attended) == 1 else torch.cat(attended))
+            yield self._attend(rows, keys[begin:stop], values[begin:stop])
 
     def _rotate(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """[T, heads, D] with the first ``rotary_dim`` of each head rotated."""

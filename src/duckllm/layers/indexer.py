@@ -18,7 +18,6 @@ import torch.nn.functional as F
 
 from duckllm.layers.linear import Linear, load_tensor
 from duckllm.layers.rope import rotate_half_split, rotate_interleaved
-from duckllm.layers.step import StepContext
 
 if TYPE_CHECKING:
     from duckllm.layers.runtime import LinearRuntime
@@ -110,31 +109,35 @@ class Indexer:
         return torch.cat((self.rotate(k[:, : self.rope_dim], cos, sin), k[:, self.rope_dim :]), dim=-1)
 
     def select(
-        self, x: torch.Tensor, q_latent: torch.Tensor, step: StepContext, keys: torch.Tensor
+        self,
+        x: torch.Tensor,
+        q_latent: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        keys: torch.Tensor,
     ) -> torch.Tensor | None:
-        """The tokens that each of the step's tokens attends to; None while they are all there are.
+        """The tokens that each of these attends to; None while they are all there are.
 
         Shapes:
-            x: [T, H]; q_latent: [T, q_lora_rank]; keys: [max_tokens, D], those of the step included;
-            result: [T, start + T] bool, at most ``topk`` True in a row
+            x: [T, H]; q_latent: [T, q_lora_rank]; cos, sin: [T, rope / 2]; keys: [S, D], of which the last T
+            are theirs; result: [T, S] bool, at most ``topk`` True in a row
         """
-        num_tokens = x.shape[0]
-        end = step.start + num_tokens
+        num_tokens, end = x.shape[0], keys.shape[0]
+        start = end - num_tokens
         if end <= self.shape.topk:
             return None
         if num_tokens == 1:
-            scores = self.scores(x, q_latent, step.cos, step.sin, keys[:end])
-            return select_topk(scores, self.shape.topk)
+            return select_topk(self.scores(x, q_latent, cos, sin, keys), self.shape.topk)
         selection = torch.zeros(num_tokens, end, dtype=torch.bool)
         # Rows of a long prompt are taken in blocks, so that the scores in memory are bounded.
         block = max(1, SCORE_BLOCK_ELEMENTS // (self.shape.num_heads * end))
         for first in range(0, num_tokens, block):
             rows = slice(first, min(first + block, num_tokens))
-            visible = step.start + rows.stop
-            positions = torch.arange(step.start + rows.start, visible)[:, None]
+            visible = start + rows.stop
+            positions = torch.arange(start + rows.start, visible)[:, None]
             chosen = torch.arange(visible) <= positions
             if visible > self.shape.topk:
-                scores = self.scores(x[rows], q_latent[rows], step.cos[rows], step.sin[rows], keys[:visible])
+                scores = self.scores(x[rows], q_latent[rows], cos[rows], sin[rows], keys[:visible])
                 chosen &= select_topk(scores.masked_fill_(~chosen, -torch.inf), self.shape.topk)
             selection[rows, :visible] = chosen
         return selection

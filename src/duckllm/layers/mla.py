@@ -151,13 +151,12 @@ class MLAttention:
             x, result: [T, H]; cache: latents [max_tokens, kv_lora + rope], and index keys
             [max_tokens, index_head_dim] where the layer has an indexer
         """
-        s, start, cos, sin = self.shape, step.start, step.cos, step.sin
+        s, cos, sin = self.shape, step.cos, step.sin
         num_tokens = x.shape[0]
-        latents, end = cache[0], start + num_tokens
 
         kv = self.kv_a(x)
-        latents[start:end, : s.kv_lora_rank] = self.kv_a_norm(kv[:, : s.kv_lora_rank])
-        latents[start:end, s.kv_lora_rank :] = self.rotate(kv[:, s.kv_lora_rank :], cos, sin)
+        rotated = self.rotate(kv[:, s.kv_lora_rank :], cos, sin)
+        latents = torch.cat((self.kv_a_norm(kv[:, : s.kv_lora_rank]), rotated), dim=-1)
 
         q_latent = x if self.q_a is None else self.q_a_norm(self.q_a(x))
         q = self.q_b(q_latent).view(num_tokens, s.num_heads, -1)
@@ -166,10 +165,19 @@ class MLAttention:
         rotated = self.rotate(q_rope, cos[:, None], sin[:, None])
         q = torch.cat((absorbed, rotated), dim=-1)  # [T, heads, kv_lora + rope]
 
-        if self.indexer is not None:
-            cache[1][start:end] = self.indexer.keys(x, cos, sin)
-            step.selection = self.indexer.select(x, q_latent, step, cache[1])
-        context = self._attend(q, latents[:end], step.selection if s.indexer else None)  # [T, heads, kv_lora]
+        index_keys = self.indexer.keys(x, cos, sin) if self.indexer is not None else None
+        attended = []
+        for sequence in step.sequences:
+            rows = sequence.rows
+            sequence.write(cache[0], latents[rows])
+            if self.indexer is not None and index_keys is not None:
+                sequence.write(cache[1], index_keys[rows])
+                sequence.selection = self.indexer.select(
+                    x[rows], q_latent[rows], cos[rows], sin[rows], sequence.read(cache[1])
+                )
+            selection = sequence.selection if s.indexer else None
+            attended.append(self._attend(q[rows], sequence.read(cache[0]), selection))
+        context = attended[0] if len(attended) == 1 else torch.cat(attended)  # [T, heads, kv_lora]
         values = torch.bmm(context.transpose(0, 1), self.value_up).transpose(0, 1)
         return self.o(values.reshape(num_tokens, s.num_heads * s.v_head_dim))
 

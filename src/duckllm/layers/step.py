@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 # What one attention layer keeps of the tokens it has seen: tensors [max_tokens, width], as many as it needs.
@@ -11,21 +14,75 @@ LayerCache = tuple[torch.Tensor, ...]
 
 
 @dataclass
-class StepContext:
-    """Consecutive tokens of one sequence, on their way through the layers.
+class SequenceStep:
+    """Consecutive tokens of one context in a step, and where the context lies in the cache.
 
     Args:
+        rows: Their rows in the step.
         start: Position of the first one; the cache holds the tokens before it.
-        cos: Cosines of their positions.
-        sin: Sines of their positions.
+        num_tokens: How many.
+        first_slot: Row of the cache that holds the context's first token.
+        slots: Row of each token up to the last of the step, where they are not consecutive.
         selection: The tokens that each of them attends to, by the last layer that has chosen some; None
             where that layer attends to all.
 
     Shapes:
-        cos, sin: [T, rope / 2] f32; selection: [T, start + T] bool
+        slots: [start + num_tokens] int64; selection: [num_tokens, start + num_tokens] bool
     """
 
+    rows: slice
     start: int
+    num_tokens: int
+    first_slot: int = 0
+    slots: torch.Tensor | None = None
+    selection: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        first_row: int,
+        start: int,
+        num_tokens: int,
+        first_slot: int = 0,
+        slots: npt.NDArray[np.int64] | None = None,
+    ) -> SequenceStep:
+        """Tokens [start, start + num_tokens) in the rows from ``first_row`` on."""
+        rows = slice(first_row, first_row + num_tokens)
+        indices = None if slots is None else torch.from_numpy(slots)
+        return cls(rows, start, num_tokens, first_slot, indices)
+
+    @property
+    def stop(self) -> int:
+        """Position behind the last token."""
+        return self.start + self.num_tokens
+
+    def write(self, cache: torch.Tensor, values: torch.Tensor) -> None:
+        """Puts the step's tokens into the cache: [num_tokens, width] of [max_tokens, width]."""
+        if self.slots is None:
+            cache[self.first_slot + self.start : self.first_slot + self.stop] = values
+        else:
+            cache[self.slots[self.start :]] = values
+
+    def read(self, cache: torch.Tensor) -> torch.Tensor:
+        """All tokens of the context up to the last of the step, in order: a view where they lie so."""
+        if self.slots is None:
+            return cache[self.first_slot : self.first_slot + self.stop]
+        return cache.index_select(0, self.slots)
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """The tokens of a step, on their way through the layers.
+
+    Args:
+        sequences: The contexts that they belong to, in the order of their rows.
+        cos: Cosines of their positions.
+        sin: Sines of their positions.
+
+    Shapes:
+        cos, sin: [T, rope / 2] f32
+    """
+
+    sequences: Sequence[SequenceStep]
     cos: torch.Tensor
     sin: torch.Tensor
-    selection: torch.Tensor | None = None

@@ -7,6 +7,7 @@ makes. The multi-token-prediction layer of a checkpoint is not loaded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,7 @@ from duckllm.layers.mla import MLAShape, MLAttention
 from duckllm.layers.norm import RMSNorm
 from duckllm.layers.rope import RotaryTable
 from duckllm.layers.runtime import LinearRuntime
-from duckllm.layers.step import LayerCache, StepContext
+from duckllm.layers.step import LayerCache, SequenceStep, StepContext
 from duckllm.models.config import ModelConfig
 from duckllm.moe.router import GroupLimitedRouter, SoftmaxRouter, SoftmaxRouting
 
@@ -184,13 +185,15 @@ class CausalLM:
         ]
 
     @torch.inference_mode()
-    def forward(self, token_ids: torch.Tensor, start: int, kv_cache: list[LayerCache]) -> torch.Tensor:
-        """The hidden states of consecutive tokens, which are added to the cache.
+    def forward(
+        self, token_ids: torch.Tensor, sequences: Sequence[SequenceStep], kv_cache: list[LayerCache]
+    ) -> torch.Tensor:
+        """The hidden states of tokens of one context or several, which are added to the cache.
 
         Args:
-            token_ids: The tokens at positions [start, start + T).
-            start: Number of tokens that the cache holds already.
-            kv_cache: From :meth:`new_kv_cache`; holds the tokens at positions [0, start).
+            token_ids: The tokens, context by context.
+            sequences: The contexts, in the order of their rows.
+            kv_cache: From :meth:`new_kv_cache`; holds the tokens of each context before its own of the step.
 
         Shapes:
             token_ids: [T] int64; result: [T, H], normalised
@@ -198,7 +201,8 @@ class CausalLM:
         Raises:
             WorkerLostError: A worker went away, or did not answer in time; the step may be repeated.
         """
-        step = StepContext(start, *self.rotary.rows(torch.arange(start, start + token_ids.shape[0])))
+        positions = torch.cat([torch.arange(each.start, each.stop) for each in sequences])
+        step = StepContext(sequences, *self.rotary.rows(positions))
         hidden = F.embedding(token_ids, self.embedding).to(self.dtype)
         for layer, cache in zip(self.layers, kv_cache, strict=True):
             hidden = layer(hidden, step, cache)

@@ -1,0 +1,112 @@
+"""Which tokens of which requests the next step computes.
+
+Called by the engine. Every request has tokens of which some are computed; a step computes some of the rest.
+Requests that only their last token is missing of, those that are answering, come first: a long prompt makes
+them wait for one step's worth of it, never for all. What room is left goes to prompts in the order they came.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from duckllm.engine.kv_cache import KvCache, PageTable
+from duckllm.engine.request import Request
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """Tokens [start, stop) of a request, which the step computes."""
+
+    request: Request
+    table: PageTable
+    start: int
+    stop: int
+
+    @property
+    def ends(self) -> bool:
+        """Whether they are the last ones that the request has, so that the next one can be sampled."""
+        return self.stop == len(self.request.token_ids)
+
+
+class Scheduler:
+    """Requests that wait for room and requests that have some.
+
+    Args:
+        kv_cache: The room.
+        max_step_tokens: Most tokens of one step.
+        max_num_seqs: Most requests that are computed at a time.
+    """
+
+    def __init__(self, kv_cache: KvCache, max_step_tokens: int, max_num_seqs: int) -> None:
+        self.kv_cache = kv_cache
+        self.max_step_tokens, self.max_num_seqs = max_step_tokens, max_num_seqs
+        self._waiting: deque[Request] = deque()
+        self._running: dict[Request, PageTable] = {}  # in the order they came
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._running or request in self._waiting
+
+    def add(self, request: Request) -> None:
+        """Takes a request in, unless it is there; it is computed when it is its turn."""
+        if request not in self:
+            self._waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Lets go of a request and of its pages; harmless where it is not there."""
+        table = self._running.pop(request, None)
+        if table is not None:
+            self.kv_cache.close(table)
+            request.num_computed_tokens = 0
+        elif request in self._waiting:
+            self._waiting.remove(request)
+
+    def schedule(self) -> list[Scheduled]:
+        """The next step, empty where nobody waits. One that was not computed is asked for again."""
+        step: list[Scheduled] = []
+        budget = self.max_step_tokens
+        preempted = False
+        for request in sorted(self._running, key=lambda request: _num_left(request) > 1):
+            if not budget or request not in self._running:
+                continue
+            wanted = _wanted(request, self._running[request], budget)
+            preempted |= not self._make_room(wanted, step)
+            if request in self._running:
+                step.append(wanted)
+                budget -= wanted.stop - wanted.start
+        while self._waiting and budget and not preempted and len(self._running) < self.max_num_seqs:
+            request = self._waiting[0]
+            table, num_cached = self.kv_cache.open(request.token_ids)
+            request.num_computed_tokens = num_cached
+            wanted = _wanted(request, table, budget)
+            if not self.kv_cache.reserve(table, wanted.stop):
+                self.kv_cache.close(table)
+                break
+            self._running[self._waiting.popleft()] = table
+            step.append(wanted)
+            budget -= wanted.stop - wanted.start
+        return step
+
+    def _make_room(self, wanted: Scheduled, step: list[Scheduled]) -> bool:
+        """Pages for what is wanted; requests that came last lose theirs. Whether none had to."""
+        taken = {scheduled.request for scheduled in step}
+        nobody_lost = True
+        while not self.kv_cache.reserve(wanted.table, wanted.stop):
+            nobody_lost = False
+            last = next(other for other in reversed(self._running) if other not in taken)
+            self.remove(last)
+            self._waiting.appendleft(last)
+            if last is wanted.request:
+                break
+        return nobody_lost
+
+
+def _num_left(request: Request) -> int:
+    """Tokens to compute. A step that was interrupted before it sampled is repeated: there always is one."""
+    return max(1, len(request.token_ids) - request.num_computed_tokens)
+
+
+def _wanted(request: Request, table: PageTable, budget: int) -> Scheduled:
+    num_left = _num_left(request)
+    start = len(request.token_ids) - num_left
+    return Scheduled(request, table, start, start + min(budget, num_left))

@@ -1,0 +1,110 @@
+"""Who is computed when: order, room, preemption."""
+
+from __future__ import annotations
+
+import torch
+
+from duckllm.engine.kv_cache import PAGE_TOKENS, KvCache
+from duckllm.engine.request import Request
+from duckllm.engine.scheduler import Scheduled, Scheduler
+from duckllm.sampling_params import SamplingParams
+
+
+class OneTensor:
+    def new_kv_cache(self, max_tokens: int) -> list[tuple[torch.Tensor, ...]]:
+        return [(torch.zeros(max_tokens, 1),)]
+
+
+def make_scheduler(pages: int = 100, step: int = 8, seqs: int = 64) -> Scheduler:
+    return Scheduler(KvCache(OneTensor(), pages * PAGE_TOKENS), step, seqs)  # type: ignore[arg-type]
+
+
+def make_request(name: str, num_tokens: int, first: int = 0) -> Request:
+    params = SamplingParams(max_tokens=1000)
+    prompt = range(first, first + num_tokens)
+    return Request(name, prompt, params, vocab_size=10**6, max_model_len=10**6, eos_token_ids=frozenset())
+
+
+def compute(scheduler: Scheduler) -> list[tuple[str, int, int]]:
+    """One step as the engine does it: who, from where to where."""
+    step = scheduler.schedule()
+    for each in step:
+        finish(scheduler, each)
+    return [(each.request.request_id, each.start, each.stop) for each in step]
+
+
+def finish(scheduler: Scheduler, each: Scheduled) -> None:
+    each.request.num_computed_tokens = each.stop
+    scheduler.kv_cache.seal(each.table, each.request.token_ids, each.stop)
+    if each.ends:
+        each.request.append(7)
+
+
+def test_a_long_prompt_leaves_room_for_those_who_answer() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 3))
+    assert compute(scheduler) == [("a", 0, 3)]
+    scheduler.add(make_request("long", 20, first=100))
+    scheduler.add(make_request("c", 2, first=500))
+    assert compute(scheduler) == [("a", 3, 4), ("long", 0, 7)]
+    assert compute(scheduler) == [("a", 4, 5), ("long", 7, 14)]
+    # What the long prompt leaves of a step goes to the next one.
+    assert compute(scheduler) == [("a", 5, 6), ("long", 14, 20), ("c", 0, 1)]
+    assert compute(scheduler) == [("a", 6, 7), ("long", 20, 21), ("c", 1, 2)]
+    assert compute(scheduler) == [("a", 7, 8), ("long", 21, 22), ("c", 2, 3)]
+
+
+def test_no_more_requests_than_allowed_and_the_first_come_first() -> None:
+    scheduler = make_scheduler(seqs=2)
+    requests = [make_request(name, 2, first=100 * number) for number, name in enumerate("abc")]
+    for request in requests:
+        scheduler.add(request)
+    assert [name for name, *_ in compute(scheduler)] == ["a", "b"]
+    assert [name for name, *_ in compute(scheduler)] == ["a", "b"]
+    scheduler.remove(requests[0])
+    assert [name for name, *_ in compute(scheduler)] == ["b", "c"]
+
+
+def test_a_step_that_was_not_computed_is_scheduled_again() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 5))
+    first = scheduler.schedule()
+    assert scheduler.schedule() == first
+    # Interrupted between the model and the sampler: the last token is computed once more.
+    first[0].request.num_computed_tokens = 5
+    assert compute(scheduler) == [("a", 4, 5)]
+
+
+def test_who_came_last_makes_room_and_comes_back_with_all_its_tokens() -> None:
+    scheduler = make_scheduler(pages=4, step=100)
+    one, two = make_request("one", 2 * PAGE_TOKENS - 1), make_request("two", 2 * PAGE_TOKENS - 1, first=500)
+    scheduler.add(one)
+    scheduler.add(two)
+    assert [name for name, *_ in compute(scheduler)] == ["one", "two"]
+    assert [name for name, *_ in compute(scheduler)] == ["one", "two"]
+    # Both need a third page, and there is none: the older one takes it from the other.
+    assert compute(scheduler) == [("one", 2 * PAGE_TOKENS, 2 * PAGE_TOKENS + 1)]
+    assert two.num_computed_tokens == 0
+    assert len(two.token_ids) == 2 * PAGE_TOKENS + 1
+    scheduler.remove(one)
+    # A part of its pages may be there still; nothing of it is lost.
+    [(name, start, stop)] = compute(scheduler)
+    assert (name, stop) == ("two", 2 * PAGE_TOKENS + 1)
+    assert start in (0, PAGE_TOKENS, 2 * PAGE_TOKENS)
+    scheduler.remove(two)
+    assert scheduler.kv_cache.num_available_pages == 4
+
+
+def test_a_removed_request_leaves_its_pages_behind() -> None:
+    scheduler = make_scheduler(step=100)
+    request = make_request("a", 2 * PAGE_TOKENS + 3)
+    scheduler.add(request)
+    scheduler.add(request)  # twice is once
+    assert compute(scheduler) == [("a", 0, 2 * PAGE_TOKENS + 3)]
+    scheduler.remove(request)
+    scheduler.remove(request)
+    assert request not in scheduler
+    assert scheduler.schedule() == []
+    assert scheduler.kv_cache.num_available_pages == 100
+    scheduler.add(request)
+    assert compute(scheduler) == [("a", 2 * PAGE_TOKENS, 2 * PAGE_TOKENS + 4)]
