@@ -19,9 +19,9 @@ from duckllm.assembly import ClusterInfo, begin_workers, build_engine
 from duckllm.config import MAX_THREADS, MAX_WORKERS, ClusterConfig
 from duckllm.errors import CheckpointError, ConfigError, InWords, RequestError
 from duckllm.models.registry import open_model
-from duckllm.outputs import CompletionOutput, RequestOutput, StreamOutput
+from duckllm.outputs import RequestOutput, StreamOutput
 from duckllm.sampling_params import SamplingParams
-from duckllm.text import StreamingDetokenizer, Tokenizer
+from duckllm.text import Tokenizer
 from duckllm.weights.checkpoint import load_json
 
 if TYPE_CHECKING:
@@ -140,6 +140,7 @@ class LLM:
 
         Raises:
             RequestError: A prompt cannot be honoured, or the LLM is closed.
+            ConfigError: The sampling names a token that the model does not have.
             WorkerLostError: A worker went away, or did not answer in time.
         """
         items = _as_list(prompts)
@@ -161,6 +162,7 @@ class LLM:
 
         Raises:
             RequestError: A conversation cannot be honoured, or the LLM is closed.
+            ConfigError: The sampling names a token that the model does not have.
             WorkerLostError: A worker went away, or did not answer in time.
         """
         if not isinstance(messages, Sequence) or isinstance(messages, str):
@@ -176,7 +178,8 @@ class LLM:
     ) -> Iterator[StreamOutput]:
         """A reply as it grows: one output a token, the last one with its ``finish_reason``.
 
-        The prompt is checked here and now; computing begins with the first output asked for.
+        The prompt is checked here and now; computing begins with the first output asked for. Several replies
+        (``n``) take turns, a token each; ``index`` tells to which one an output belongs.
 
         Args:
             prompt: A text, its token ids, or a conversation.
@@ -184,24 +187,31 @@ class LLM:
 
         Raises:
             RequestError: The prompt cannot be honoured, or the LLM is closed.
+            ConfigError: The sampling names a token that the model does not have.
             WorkerLostError: A worker went away, or did not answer in time.
+
+        Example:
+            >>> for output in llm.stream("A duck is", SamplingParams(stop=".", max_tokens=50)):
+            ...     print(output.text, end="", flush=True)
         """
         is_conversation = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         token_ids = self.tokenizer.apply_chat_template(prompt) if is_conversation else self._encode(prompt)  # type: ignore[arg-type]
         [params] = self._params_for([prompt], sampling_params)
-        return self._stream(self._new_request(token_ids, params))
+        return self._stream(self._new_replies(token_ids, params))
 
-    def _stream(self, request: Request) -> Iterator[StreamOutput]:
-        detokenizer = StreamingDetokenizer(self.tokenizer)
-        request.start_clock()
-        for token_id in self._engine.run(request):
-            text = "" if request.ends_reply(token_id) else detokenizer.push(token_id)
-            if request.finish_reason is not None:
-                text += detokenizer.flush()
-            yield StreamOutput(
-                request.request_id, text, (token_id,), request.finish_reason, request.metrics()
-            )
-            self._check_open()
+    def _stream(self, replies: Sequence[Request]) -> Iterator[StreamOutput]:
+        try:
+            self._begin(replies)
+            running = {request: self._engine.run(request) for request in replies}
+            while running:
+                for request, tokens in list(running.items()):
+                    if next(tokens, None) is None:
+                        del running[request]
+                        continue
+                    yield request.given_output()
+                    self._check_open()
+        finally:
+            self._end(replies)
 
     def _run_all(
         self,
@@ -210,32 +220,46 @@ class LLM:
         params: Sequence[SamplingParams],
     ) -> list[RequestOutput]:
         # Every prompt is checked before the first one is computed.
-        requests = [self._new_request(ids, each) for ids, each in zip(token_ids, params, strict=True)]
-        outputs = []
+        groups = [self._new_replies(ids, each) for ids, each in zip(token_ids, params, strict=True)]
+        requests = [request for replies in groups for request in replies]
         try:
+            self._begin(requests)
             for request in requests:
-                self._engine.add(request)
-            for prompt, request in zip(texts, requests, strict=True):
-                text = "".join(output.text for output in self._stream(request))
-                completion = CompletionOutput(0, text, request.output_token_ids, request.finish_reason)
-                outputs.append(
-                    RequestOutput(
-                        request.request_id,
-                        prompt,
-                        request.prompt_token_ids,
-                        (completion,),
-                        True,
-                        request.metrics(),
-                    )
-                )
+                for _ in self._engine.run(request):
+                    pass
         finally:
-            for request in requests:
-                self._engine.abort(request)
-        return outputs
+            self._end(requests)
+        return [
+            RequestOutput(
+                replies[0].request_id,
+                prompt,
+                replies[0].prompt_token_ids,
+                tuple(request.completion() for request in replies),
+                True,
+                replies[0].metrics(replies[1:]),
+            )
+            for prompt, replies in zip(texts, groups, strict=True)
+        ]
 
-    def _new_request(self, token_ids: Sequence[int], params: SamplingParams) -> Request:
+    def _begin(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            request.start_clock()
+            self._engine.add(request)
+
+    def _end(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._engine.abort(request)
+
+    def _new_replies(self, token_ids: Sequence[int], params: SamplingParams) -> list[Request]:
         self._check_open()
-        return self._engine.new_request(token_ids, params)
+        first = self._engine.new_request(token_ids, params, self.tokenizer)
+        others = [
+            self._engine.new_request(
+                token_ids, params, self.tokenizer, request_id=first.request_id, index=index
+            )
+            for index in range(1, params.n)
+        ]
+        return [first, *others]
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:

@@ -6,12 +6,28 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Logprob:
+    """The log probability of one token at one place of a reply.
+
+    Args:
+        logprob: Natural logarithm of the probability that the model itself gives the token.
+        rank: Its place among all tokens: the likeliest one's is 1, and of equally likely ones the lowest id
+            comes first.
+        decoded_token: Its text alone; parts of characters as U+FFFD. None where no tokenizer is at hand.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+@dataclass(frozen=True)
 class RequestMetrics:
-    """Counts and times of one request.
+    """Counts and times of one reply, or of all replies of a request.
 
     Args:
         num_prompt_tokens: Tokens of the prompt.
-        num_generated_tokens: Tokens of the reply so far, an end token included.
+        num_generated_tokens: Tokens of the reply so far, an end token included; of all replies together.
         time_to_first_token_s: From the start of the request to its first token, seconds; None before that.
         decode_tokens_per_s: Tokens per second after the first one; None before there are two.
     """
@@ -27,28 +43,36 @@ class CompletionOutput:
     """One reply.
 
     Args:
-        index: Its number within the request; always 0, as a request has one reply.
-        text: The reply, without special tokens.
-        token_ids: The reply's tokens, with the end token where one ended it.
-        finish_reason: ``"stop"`` at an end token, ``"length"`` at ``max_tokens`` or at the context's end.
+        index: Its number among the ``n`` replies of the request.
+        text: The reply, up to a stop string, without special tokens; SamplingParams may ask for these.
+        token_ids: The reply's tokens, with the one that ended it or that completed the stop string.
+        cumulative_logprob: Sum of the tokens' log probabilities; None without ``logprobs``.
+        logprobs: For each token, its log probability and those of the likeliest tokens by id, the reply's own
+            first, then the likeliest one downwards; None without ``logprobs``.
+        finish_reason: ``"stop"`` at an end token, a stop token or a stop string, ``"length"`` at
+            ``max_tokens`` or at the context's end.
+        stop_reason: The stop string, or the one of ``stop_token_ids``, that ended the reply; else None.
     """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
+    cumulative_logprob: float | None
+    logprobs: tuple[dict[int, Logprob], ...] | None
     finish_reason: str | None
+    stop_reason: str | int | None
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request: its prompt, its reply and its times.
+    """A finished request: its prompt, its replies and its times.
 
     Args:
         request_id: Unique within its LLM.
         prompt: The prompt as text; None where it was given as tokens or messages.
         prompt_token_ids: The prompt as tokens.
-        outputs: The one reply.
-        finished: Whether the reply is complete; always True.
+        outputs: The replies, by their index.
+        finished: Whether they are complete; always True.
         metrics: Counts and times.
     """
 
@@ -66,10 +90,14 @@ class StreamOutput:
 
     Args:
         request_id: Unique within its LLM.
-        text: New text; may be empty, as a character may be spread over tokens.
+        text: New text; may be empty, as a character may be spread over tokens, and as what may be the
+            beginning of a stop string is held back.
         token_ids: New tokens.
-        finish_reason: None until the last one; then as in :class:`CompletionOutput`.
-        metrics: Counts and times so far.
+        finish_reason: None until the reply's last one; then as in :class:`CompletionOutput`.
+        metrics: Counts and times of the reply so far.
+        index: The reply's number among the ``n`` of the request.
+        logprobs: For each new token, as in :class:`CompletionOutput`.
+        stop_reason: As in :class:`CompletionOutput`.
     """
 
     request_id: str
@@ -77,3 +105,6 @@ class StreamOutput:
     token_ids: tuple[int, ...]
     finish_reason: str | None
     metrics: RequestMetrics
+    index: int = 0
+    logprobs: tuple[dict[int, Logprob], ...] | None = None
+    stop_reason: str | int | None = None

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from duckllm.errors import ConfigError
+from duckllm.config import is_utf8
+from duckllm.errors import ConfigError, InWords
 
 # No vocabulary and no context is larger: a number above is a slip of the finger.
 MOST = 2**31 - 1
+MAX_N = 16384
+MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling of one request.
+    r"""Sampling of one request.
+
+    Logits are changed in this order: ``logit_bias``, then the penalties for repetition, frequency and
+    presence; what is greedy then takes the likeliest token. Otherwise temperature, min_p, top_k and top_p
+    follow, each on what the one before it left.
 
     Args:
         temperature: Divides the logits; 0 (and anything below 1e-5) takes the likeliest token; at most 1e6.
@@ -22,11 +29,38 @@ class SamplingParams:
         top_p: Smallest set of likeliest tokens whose probabilities sum to this, in (0, 1].
         min_p: Least probability of a token, as a share of the likeliest token's, in [0, 1].
         seed: Makes a sampled reply repeatable; None for a new one each time.
-        max_tokens: Most tokens of a reply, which a full context ends too; None until the end or until then.
+        max_tokens: Most tokens of a reply, which a full context ends too; None until the end or until then
+            (vLLM's default is 16).
         ignore_eos: Go on after an end token.
+        repetition_penalty: Divides the positive logits of tokens of prompt and reply, and multiplies the
+            others; above 1 against repeating, below 1 for it; above 0, at most 1e6.
+        frequency_penalty: Taken off a token's logit for each time that it is in the reply, in [-2, 2].
+        presence_penalty: Taken off a token's logit if it is in the reply, in [-2, 2].
+        logit_bias: Added to the logits of these tokens, each in [-100, 100].
+        min_tokens: End tokens and ``stop_token_ids`` are not chosen, and stop strings do not count, before so
+            many tokens; at most ``max_tokens``.
+        stop: A string, or several, that ends the reply where its text has it. Special tokens have no text
+            in which it could be, unless ``skip_special_tokens`` is False.
+        stop_token_ids: Tokens that end the reply, beside the model's end tokens.
+        include_stop_str_in_output: The text keeps the stop string, or what ``stop_token_ids`` or an end
+            token that is no special one stand for.
+        logprobs: For each token of the reply its log probability and those of so many likeliest tokens,
+            0 to 20; None for none. They are the model's own, before bias, penalties and temperature
+            (vLLM's ``raw_logprobs``).
+        n: Number of replies to the prompt, up to 16384; more than one needs a temperature above 0. Reply i is
+            the one that a seed of ``seed + i`` gives alone.
+        skip_special_tokens: The text has no special tokens.
 
     Raises:
         ConfigError: A value is of the wrong kind or out of range.
+
+    Example:
+        >>> params = SamplingParams(temperature=0.7, top_p=0.95, stop=["\n\n", "User:"], seed=1, n=2)
+        >>> params.stop_strings
+        ('\n\n', 'User:')
+        >>> SamplingParams(presence_penalty=3)
+        Traceback (most recent call last):
+        duckllm.errors.ConfigError: presence_penalty: got 3, expected a number from -2 to 2
     """
 
     temperature: float = 1.0
@@ -36,18 +70,47 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = None
     ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = field(default=None, hash=False)
+    stop_token_ids: Sequence[int] | None = field(default=None, hash=False)
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    n: int = 1
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         self._require_number("temperature", "a number from 0 to 1000000", lambda v: 0 <= v <= 1_000_000)
         self._require_int("top_k", f"an integer from 0 to {MOST}, or -1", lambda v: -1 <= v <= MOST)
         self._require_number("top_p", "a number above 0, at most 1", lambda v: 0 < v <= 1)
         self._require_number("min_p", "a number from 0 to 1", lambda v: 0 <= v <= 1)
+        expected = "a number above 0, at most 1000000"
+        self._require_number("repetition_penalty", expected, lambda v: 0 < v <= 1_000_000)
+        for name in ("frequency_penalty", "presence_penalty"):
+            self._require_number(name, "a number from -2 to 2", lambda v: -2 <= v <= 2)
         if self.seed is not None:
             self._require_int("seed", "an integer from 0 to 2**63 - 1, or None", lambda v: 0 <= v < 2**63)
         if self.max_tokens is not None:
             self._require_int("max_tokens", f"an integer from 1 to {MOST}, or None", lambda v: 1 <= v <= MOST)
-        if not isinstance(self.ignore_eos, bool):
-            raise ConfigError("ignore_eos", self.ignore_eos, "True or False")
+        most = MOST if self.max_tokens is None else self.max_tokens
+        shown = f"{most}" if self.max_tokens is None else f"max_tokens={most}"
+        self._require_int("min_tokens", f"an integer from 0 to {shown}", lambda v: 0 <= v <= most)
+        if self.logprobs is not None:
+            expected = f"an integer from 0 to {MAX_LOGPROBS}, or None"
+            self._require_int("logprobs", expected, lambda v: 0 <= v <= MAX_LOGPROBS)
+        self._require_int("n", f"an integer from 1 to {MAX_N}", lambda v: 1 <= v <= MAX_N)
+        if self.n > 1 and self.greedy:
+            raise ConfigError(
+                "n", self.n, f"1 with temperature={self.temperature}: all replies were the same"
+            )
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, getattr(self, name), "True or False")
+        self._check_logit_bias()
+        self._check_stops()
 
     @classmethod
     def from_generation_config(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -56,23 +119,66 @@ class SamplingParams:
         Raises:
             ConfigError: A value is of the wrong kind or out of range.
         """
-        if not values.get("do_sample", False):
-            return cls(temperature=0.0)
-        names = ("temperature", "top_k", "top_p", "min_p")
-        return cls(**{name: values[name] for name in names if values.get(name) is not None})
+        names = ["repetition_penalty"]
+        if values.get("do_sample", False):
+            names += ["temperature", "top_k", "top_p", "min_p"]
+        given = {name: values[name] for name in names if values.get(name) is not None}
+        return cls(**given) if values.get("do_sample", False) else cls(temperature=0.0, **given)
 
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
         return self.temperature < 1e-5
 
-    def _require_number(self, field: str, expected: str, in_range: Any) -> None:
-        value = getattr(self, field)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (is_number and in_range(value)):
-            raise ConfigError(field, value, expected)
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """``stop`` as a tuple, empty where there is none."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    def _require_int(self, field: str, expected: str, in_range: Any) -> None:
-        value = getattr(self, field)
-        if not isinstance(value, int) or isinstance(value, bool) or not in_range(value):
-            raise ConfigError(field, value, expected)
+    def _check_logit_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        expected = "a mapping from token ids to numbers from -100 to 100, or None"
+        if not isinstance(self.logit_bias, Mapping):
+            raise ConfigError("logit_bias", self.logit_bias, expected)
+        for token_id, bias in self.logit_bias.items():
+            if not (_is_int(token_id, 0, MOST) and _is_number(bias) and -100 <= bias <= 100):
+                raise ConfigError("logit_bias", {token_id: bias}, expected)
+
+    def _check_stops(self) -> None:
+        expected = "a string that is not empty, a list of such, or None"
+        if not isinstance(self.stop, str | Sequence | None) or isinstance(self.stop, bytes):
+            raise ConfigError("stop", self.stop, expected)
+        for string in self.stop_strings:
+            if not isinstance(string, str) or not string:
+                raise ConfigError("stop", string, expected)
+            if not is_utf8(string):
+                raise ConfigError("stop", InWords("text that UTF-8 cannot hold"), expected)
+        expected = "a list of token ids, or None"
+        if not isinstance(self.stop_token_ids, Sequence | None) or isinstance(
+            self.stop_token_ids, str | bytes
+        ):
+            raise ConfigError("stop_token_ids", self.stop_token_ids, expected)
+        for token_id in self.stop_token_ids or ():
+            if not _is_int(token_id, 0, MOST):
+                raise ConfigError("stop_token_ids", token_id, expected)
+
+    def _require_number(self, name: str, expected: str, in_range: Callable[[Any], bool]) -> None:
+        value = getattr(self, name)
+        if not (_is_number(value) and in_range(value)):
+            raise ConfigError(name, value, expected)
+
+    def _require_int(self, name: str, expected: str, in_range: Callable[[Any], bool]) -> None:
+        value = getattr(self, name)
+        if not (isinstance(value, int) and not isinstance(value, bool) and in_range(value)):
+            raise ConfigError(name, value, expected)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_int(value: object, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

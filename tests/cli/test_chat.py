@@ -64,6 +64,7 @@ def test_json_is_one_object_with_the_same_facts(duckllm: Any) -> None:
     assert json.loads(done.out) == {
         "text": "heard 'é'",
         "finish_reason": "stop",
+        "stop_reason": None,
         "num_workers": 2,
         "weight_format": "fp9",
         "isas": ["avx2", "scalar"],
@@ -87,6 +88,7 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
     arguments = "/m --prompt x --workers a:1,b:2 --wire-dtype bf16 --threads-per-worker 3 --max-model-len 99"
     arguments += " --format fp8 --prefill bf16"
     sampling = "--temperature 0.5 --top-k 4 --top-p 0.75 --min-p 0.25 --seed 6 --max-tokens 8"
+    sampling += " --repetition-penalty 1.25 --stop one --stop two,three"
     done = duckllm("chat", *arguments.split(), *sampling.split(), "--token-file", str(token))
     options = {
         "wire_dtype": "bf16",
@@ -97,7 +99,16 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
     }
     assert done.loaded == [("/m", {"workers": ("a:1", "b:2"), **options}, 99)]
     assert done.model.params == [
-        SamplingParams(temperature=0.5, top_k=4, top_p=0.75, min_p=0.25, seed=6, max_tokens=8)
+        SamplingParams(
+            temperature=0.5,
+            top_k=4,
+            top_p=0.75,
+            min_p=0.25,
+            repetition_penalty=1.25,
+            seed=6,
+            stop=["one", "two,three"],
+            max_tokens=8,
+        )
     ]
 
 
@@ -126,6 +137,9 @@ def test_what_is_not_given_is_the_models_own(duckllm: Any, monkeypatch: pytest.M
         (["--prompt", "x", "--max-tokens", "9" * 40], None, "max_tokens: got 9999"),
         (["--prompt", "x", "--min-p", "2"], None, "min_p: got 2.0"),
         (["--prompt", "x", "--seed", "-1"], None, "seed: got -1"),
+        (["--prompt", "x", "--repetition-penalty", "0"], None, "repetition_penalty: got 0.0, expected a num"),
+        (["--prompt", "x", "--stop", "a", "--stop", ""], None, "stop: got '', expected a string that is not"),
+        (["--prompt", "x", "--stop", "\udcff"], None, "stop: got text that UTF-8 cannot hold, expected "),
         (["--prompt", "x", "--max-tokens", "0"], None, "max_tokens: got 0"),
         (["--prompt", "x", "--workers", "-2"], None, "workers: got '-2'"),
         (["--prompt", "x", "--workers", "a:b"], None, "workers: got 'a:b'"),

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from duckllm.engine.sampler import Sampler
-from duckllm.errors import ConfigError, ModelError
+from duckllm.errors import ModelError
 from duckllm.sampling_params import SamplingParams
 
 LOGITS = torch.log(torch.tensor([0.05, 0.4, 0.1, 0.3, 0.15]))
@@ -105,40 +108,6 @@ def test_the_logits_are_not_changed() -> None:
     assert torch.equal(before, LOGITS)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("temperature", float("inf")),
-        ("temperature", "hot"),
-        ("temperature", 1_000_001),
-        ("temperature", 10**400),
-        ("top_p", 10**400),
-        ("min_p", float("nan")),
-        ("temperature", True),
-        ("top_k", -2),
-        ("top_k", 1.5),
-        ("top_p", 0.0),
-        ("top_p", 1.01),
-        ("min_p", -0.1),
-        ("min_p", 1.1),
-        ("seed", -1),
-        ("seed", 1.0),
-        ("max_tokens", 0),
-        ("max_tokens", 2.0),
-        ("ignore_eos", 1),
-    ],
-)
-def test_a_bad_value_is_an_error_that_names_field_and_value(field: str, value: object) -> None:
-    with pytest.raises(ConfigError) as caught:
-        SamplingParams(**{field: value})
-    shown = repr(value)[:38]
-    assert str(caught.value).startswith(f"{field}: got {shown}")
-    assert ", expected " in str(caught.value)
-    assert len(str(caught.value)) < 400
-
-
 @pytest.mark.parametrize("temperature", [1e-5, 1e-3, 1_000_000])
 def test_no_temperature_overflows(temperature: float) -> None:
     logits = torch.tensor([3e38, -3e38, 3e38, 1e30])
@@ -146,15 +115,193 @@ def test_no_temperature_overflows(temperature: float) -> None:
     assert sampler.probabilities(logits).tolist() == [0.5, 0.0, 0.5, 0.0]
 
 
-def test_an_unknown_field_is_named() -> None:
-    with pytest.raises(TypeError, match="temprature"):
-        SamplingParams(temprature=1.0)
+VOCAB = 12
+TOKENS = st.integers(0, VOCAB - 1)
+VALUES = st.floats(-30, 30, width=32)
+PENALTIES = st.fixed_dictionaries(
+    {
+        "repetition_penalty": st.sampled_from([1.0, 1.3, 0.5, 1e6]),
+        "frequency_penalty": st.sampled_from([0.0, 0.7, -2.0]),
+        "presence_penalty": st.sampled_from([0.0, 1.1, -0.3]),
+        "logit_bias": st.none() | st.dictionaries(TOKENS, st.floats(-100, 100), max_size=4),
+        "min_tokens": st.sampled_from([0, 3]),
+    }
+)
 
 
-def test_defaults_come_from_the_generation_config() -> None:
-    assert SamplingParams.from_generation_config({"do_sample": False, "temperature": 0.6}).greedy
-    assert SamplingParams.from_generation_config({}).greedy
-    sampled = SamplingParams.from_generation_config(
-        {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": None, "eos_token_id": 1}
+def adjusted_by_loops(
+    logits: list[float], params: SamplingParams, prompt: list[int], reply: list[int], ends: list[int]
+) -> list[float]:
+    """The slow twin of :meth:`Sampler.adjusted`, a token at a time, in f64."""
+    result = []
+    for token, logit in enumerate(logits):
+        value = float(np.float32(logit) + np.float32((params.logit_bias or {}).get(token, 0.0)))
+        if token in prompt or token in reply:
+            value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+        value -= params.frequency_penalty * reply.count(token)
+        value -= params.presence_penalty * (token in reply)
+        if token in ends and len(reply) < params.min_tokens:
+            value = -math.inf
+        result.append(float(np.float32(value)))
+    return result
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    logits=st.lists(VALUES, min_size=VOCAB, max_size=VOCAB),
+    fields=PENALTIES,
+    prompt=st.lists(TOKENS, max_size=8),
+    reply=st.lists(TOKENS, max_size=8),
+    ends=st.lists(TOKENS, max_size=3, unique=True),
+)
+def test_adjusted_logits_are_those_of_plain_loops(
+    logits: list[float], fields: dict[str, object], prompt: list[int], reply: list[int], ends: list[int]
+) -> None:
+    params = SamplingParams(temperature=0, **fields)
+    given_logits = torch.tensor(logits)
+    sampler = Sampler(params, len(prompt), end_token_ids=ends)
+    for length in range(len(reply) + 1):
+        expected = adjusted_by_loops(logits, params, prompt, reply[:length], ends)
+        tokens = prompt + reply[:length]
+        assert sampler.adjusted(given_logits, tokens).tolist() == expected
+        assert sampler.sample(given_logits, tokens) == int(np.argmax(expected))
+    assert given_logits.tolist() == logits
+
+
+def test_many_distinct_tokens_are_counted_at_once_and_one_by_one() -> None:
+    logits = torch.linspace(-5, 5, 1000)
+    params = SamplingParams(temperature=0, repetition_penalty=1.5, frequency_penalty=0.25)
+    prompt = list(range(0, 1000, 3))
+    reply = [*range(0, 900, 2), *range(0, 900, 4)]
+    grown = Sampler(params, len(prompt))
+    for length in range(0, len(reply) + 1, 7):
+        grown.adjusted(logits, prompt + reply[:length])
+    expected = adjusted_by_loops(logits.tolist(), params, prompt, reply, [])
+    assert grown.adjusted(logits, prompt + reply).tolist() == expected
+    assert Sampler(params, len(prompt)).adjusted(logits, prompt + reply).tolist() == expected
+
+
+def test_a_penalty_cannot_overflow() -> None:
+    params = SamplingParams(temperature=0, repetition_penalty=1e-300)
+    adjusted = Sampler(params, 2).adjusted(torch.tensor([1.0, -1.0, 5.0]), [0, 1])
+    assert torch.isfinite(adjusted).all()
+    assert int(adjusted.argmax()) == 0
+
+
+def test_the_order_is_bias_penalties_temperature() -> None:
+    logits = torch.tensor([-1.0, 0.5, 0.0, -9.0])
+    # With its bias the first logit is positive, and so divided: 3 / 2 - 0.5; else it were -1 * 2 + 4 - 0.5.
+    params = SamplingParams(
+        temperature=0.5, logit_bias={0: 4.0}, repetition_penalty=2.0, presence_penalty=0.5, seed=0
     )
-    assert sampled == SamplingParams(temperature=0.6, top_p=0.95)
+    sampler = Sampler(params)
+    adjusted = sampler.adjusted(logits, [0])
+    assert adjusted.tolist() == [1.0, 0.5, 0.0, -9.0]
+    weights = [math.exp(value / 0.5) for value in adjusted.tolist()]
+    assert sampler.probabilities(adjusted).tolist() == pytest.approx([w / sum(weights) for w in weights])
+
+
+def test_broken_logits_are_an_error_behind_any_mask() -> None:
+    for params in (SamplingParams(min_tokens=2), SamplingParams(repetition_penalty=2.0)):
+        with pytest.raises(ModelError, match="logits: got nan"):
+            Sampler(params, 1, end_token_ids=[1]).sample(torch.tensor([0.0, float("nan"), 1.0]), [1])
+
+
+def test_end_tokens_wait_for_min_tokens() -> None:
+    logits = torch.tensor([0.0, 5.0, 4.0, 3.0])
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, min_tokens=2, seed=0, top_k=1)
+        sampler = Sampler(params, 3, end_token_ids=[1, 2])
+        assert [sampler.sample(logits, [0] * length) for length in (3, 4, 5, 6)] == [3, 3, 1, 1]
+
+
+def kept_by_loops(logits: list[float], params: SamplingParams) -> dict[int, float]:
+    """The slow twin of :meth:`Sampler.probabilities`: tokens with their shares, in f64."""
+
+    def shares(kept: list[int]) -> dict[int, float]:
+        top = max(logits)
+        weights = {token: math.exp((logits[token] - top) / params.temperature) for token in kept}
+        return {token: weight / sum(weights.values()) for token, weight in weights.items()}
+
+    found = shares(list(range(len(logits))))
+    found = shares([t for t, share in found.items() if share >= params.min_p * max(found.values())])
+    ordered = sorted(found, key=lambda token: -found[token])
+    if params.top_k > 0:
+        ordered = ordered[: params.top_k]
+    found, total, kept = shares(ordered), 0.0, []
+    for token in ordered:
+        if total < params.top_p:
+            kept.append(token)
+        total += found[token]
+    return shares(kept)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    temperature=st.sampled_from([0.3, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 1, 7, 40]),
+    top_p=st.sampled_from([0.1, 0.5, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.02, 0.3]),
+)
+def test_probabilities_are_those_of_plain_loops(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(seed)) * 2
+    expected = kept_by_loops(logits.tolist(), params)
+    got = Sampler(params).probabilities(logits).tolist()
+    assert {token for token, share in enumerate(got) if share > 0} == set(expected)
+    assert got == pytest.approx([expected.get(token, 0.0) for token in range(40)], rel=1e-4, abs=1e-7)
+
+
+def test_of_equally_likely_tokens_top_p_keeps_the_lowest() -> None:
+    logits = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 1.0])
+    got = Sampler(SamplingParams(top_p=0.4)).probabilities(logits).tolist()
+    assert got == pytest.approx([0, 0.5, 0, 0.5, 0, 0])
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {},
+        {"top_k": 20},
+        {"top_p": 0.8},
+        {"min_p": 0.1, "temperature": 0.8},
+        {"repetition_penalty": 2.0, "presence_penalty": 1.0, "top_p": 0.9},
+    ],
+)
+def test_seeded_samples_pass_a_chi_square_test(filters: dict[str, float]) -> None:
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(5)) * 1.5
+    params, tokens, draws = SamplingParams(seed=3, **filters), [4, 9, 9, 30], 4000
+    sampler = Sampler(params, 2)
+    expected = Sampler(params, 2).probabilities(sampler.adjusted(logits, tokens)).numpy() * draws
+    counts = np.bincount([sampler.sample(logits, tokens) for _ in range(draws)], minlength=50)
+    assert counts[expected == 0].sum() == 0
+    rare = expected < 8  # together in one class, as the test wants several in each
+    observed = np.append(counts[~rare], counts[rare].sum())
+    wanted = np.append(expected[~rare], expected[rare].sum())
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    freedom = len(wanted) - 1
+    assert freedom >= 5
+    chi_square = float(((observed - wanted) ** 2 / wanted).sum())
+    assert chi_square < freedom + 4 * math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (0.4999999, 1), (0.5, 3), (1.0, 3)])
+def test_a_token_without_probability_is_never_drawn(
+    number: float, token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = Sampler(SamplingParams(top_k=2))
+    monkeypatch.setattr(torch, "rand", lambda *size, **options: torch.tensor(number, dtype=torch.float64))
+    assert sampler.sample(torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0])) == token
+
+
+def test_the_replies_of_a_seed_are_those_of_the_next_seeds() -> None:
+    def draw(seed: int, index: int) -> list[int]:
+        sampler = Sampler(SamplingParams(seed=seed), index=index)
+        return [sampler.sample(LOGITS) for _ in range(30)]
+
+    assert draw(5, 0) != draw(5, 1)
+    assert draw(5, 1) == draw(6, 0)
+    assert draw(2**63 - 1, 1) == draw(0, 0)

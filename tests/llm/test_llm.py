@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import math
 import subprocess
 import sys
 import weakref
@@ -115,6 +117,89 @@ def test_a_sampled_reply_repeats_with_its_seed(llm: LLM) -> None:
 
     assert reply(1) == reply(1)
     assert reply(1) != reply(2)
+
+
+def test_several_replies_differ_and_repeat_with_their_seed(llm: LLM) -> None:
+    params = SamplingParams(temperature=3.0, top_p=0.95, seed=1, max_tokens=20, n=3)
+    [output] = llm.chat(DUCK, params)
+    assert [reply.index for reply in output.outputs] == [0, 1, 2]
+    replies = [reply.token_ids for reply in output.outputs]
+    assert len(set(replies)) == 3
+    assert [reply.token_ids for reply in llm.chat(DUCK, params)[0].outputs] == replies
+    alone = dataclasses.replace(params, seed=2, n=1)
+    assert llm.chat(DUCK, alone)[0].outputs[0].token_ids == replies[1]
+    metrics = output.metrics
+    assert metrics.num_generated_tokens == sum(len(reply) for reply in replies)
+    assert metrics.decode_tokens_per_s is not None
+    assert metrics.decode_tokens_per_s > 0
+
+
+def test_several_replies_stream_in_turns(llm: LLM) -> None:
+    params = SamplingParams(temperature=3.0, seed=4, max_tokens=6, n=2, logprobs=1)
+    [whole, other] = llm.chat([DUCK, PRIME], params)
+    assert whole.request_id != other.request_id
+    streamed = list(llm.stream(DUCK, params))
+    assert [output.index for output in streamed[:8]] == [0, 1] * 4
+    assert len({output.request_id for output in streamed}) == 1
+    for reply in whole.outputs:
+        parts = [output for output in streamed if output.index == reply.index]
+        assert "".join(part.text for part in parts) == reply.text
+        assert tuple(token for part in parts for token in part.token_ids) == reply.token_ids
+        chosen = [at[part.token_ids[0]] for part in parts for at in part.logprobs or ()]
+        assert len(chosen) == len(parts)
+        assert sum(each.logprob for each in chosen) == pytest.approx(reply.cumulative_logprob, abs=1e-3)
+        assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [reply.finish_reason]
+
+
+def test_a_stop_string_cuts_the_reply(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, stop=["zebra", " not pri"])
+    [completion] = llm.chat(PRIME, params)[0].outputs
+    assert (completion.text, completion.stop_reason) == ("No, 1001 is", " not pri")
+    assert completion.finish_reason == "stop"
+    assert llm.tokenizer.decode(completion.token_ids) == "No, 1001 is not prime"
+    assert "".join(output.text for output in llm.stream(PRIME, params)) == "No, 1001 is"
+
+
+def test_penalties_and_bias_change_a_greedy_reply(llm: LLM) -> None:
+    [first, *_] = llm.chat(PRIME, GREEDY)[0].outputs[0].token_ids
+    banned = SamplingParams(temperature=0, max_tokens=5, logit_bias={first: -100})
+    assert first not in llm.chat(PRIME, banned)[0].outputs[0].token_ids
+    [plain] = llm.chat(DUCK, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))[0].outputs
+    penalised = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, repetition_penalty=1e6)
+    [reply] = llm.chat(DUCK, penalised)[0].outputs
+    assert len(set(plain.token_ids)) < 60
+    assert len(set(reply.token_ids)) == 60
+
+
+def test_logprobs_of_a_greedy_reply(llm: LLM) -> None:
+    [completion] = llm.chat(PRIME, SamplingParams(temperature=0, logprobs=3))[0].outputs
+    assert completion.text == PRIME_ANSWER
+    assert completion.logprobs is not None
+    assert len(completion.logprobs) == len(completion.token_ids)
+    for token_id, at in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert next(iter(at)) == token_id
+        assert [each.rank for each in at.values()] == [1, 2, 3]
+        assert at[token_id].decoded_token == llm.tokenizer.decode([token_id], skip_special_tokens=False)
+        assert sum(math.exp(each.logprob) for each in at.values()) < 1 + 1e-6
+    total = sum(
+        at[token].logprob for token, at in zip(completion.token_ids, completion.logprobs, strict=True)
+    )
+    assert completion.cumulative_logprob == pytest.approx(total)
+    assert -5 < total < 0
+
+
+def test_min_tokens_keep_a_reply_going(llm: LLM) -> None:
+    [completion] = llm.chat(PRIME, SamplingParams(temperature=0, min_tokens=40, max_tokens=60))[0].outputs
+    assert completion.text.startswith(PRIME_ANSWER)
+    assert len(completion.token_ids) > 40
+    assert not set(completion.token_ids[:40]) & set(llm.tokenizer.eos_token_ids)
+
+
+def test_a_token_that_the_model_does_not_have_is_named_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="logit_bias: got 8192, expected token ids from 0 to 8191"):
+        llm.stream(DUCK, SamplingParams(logit_bias={8192: 1}))
+    with pytest.raises(ConfigError, match="stop_token_ids: got 9000, expected token ids from 0 to 8191"):
+        llm.chat([DUCK, PRIME], [GREEDY, SamplingParams(stop_token_ids=[9000])])
 
 
 def test_ignore_eos_goes_on_to_the_context_end(llm: LLM) -> None:

@@ -108,6 +108,14 @@ def test_any_tokens_of_a_byte_level_tokenizer_stream_as_they_decode(
     assert "".join(deltas) + rest == byte_level.decode(ids)
 
 
+@settings(max_examples=200, deadline=None)
+@given(ids=st.lists(st.integers(0, 20) | st.integers(0, 8191), max_size=30))
+def test_special_tokens_are_streamed_where_they_are_asked_for(byte_level: Tokenizer, ids: list[int]) -> None:
+    detokenizer = StreamingDetokenizer(byte_level, skip_special_tokens=False)
+    deltas = [detokenizer.push(token_id) for token_id in ids]
+    assert "".join(deltas) + detokenizer.flush() == byte_level.decode(ids, skip_special_tokens=False)
+
+
 def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
     """One token a byte: the hardest way to write ``data``."""
     single: dict[bytes, int] = {}

@@ -70,7 +70,16 @@ def chat(
     min_p: Annotated[
         float | None, typer.Option(help="Least probability of a token, as a share of the likeliest one's.")
     ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1 against repeating what was said, below 1 for it.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes sampled answers repeatable.")] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="<str>", help="End an answer where it has this text, which is not shown; may be repeated."
+        ),
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Most tokens of a conversation.")] = None,
     wire_dtype: Annotated[str, typer.Option(help="Activations sent to workers: f32 or bf16.")] = "f32",
@@ -99,7 +108,8 @@ def chat(
     Without --prompt, and with nothing piped in, a conversation begins: Ctrl-C stops a reply, Ctrl-D leaves.
     """
     changes: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    changes |= {"seed": seed, "max_tokens": max_tokens}
+    changes |= {"repetition_penalty": repetition_penalty, "seed": seed, "max_tokens": max_tokens}
+    changes["stop"] = stop or None
     overrides = {field: value for field, value in changes.items() if value is not None}
     question = _question(prompt, as_json)
     options: dict[str, Any] = {"wire_dtype": wire_dtype, "weight_format": weight_format, "prefill": prefill}
@@ -145,6 +155,7 @@ def answer(
     facts = {
         "text": text,
         "finish_reason": last.finish_reason,
+        "stop_reason": last.stop_reason,
         "num_workers": info.num_workers,
         "weight_format": info.weight_format,
         "isas": list(info.isas),

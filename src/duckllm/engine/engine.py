@@ -1,7 +1,7 @@
 """The step loop: many requests' tokens through the model until their replies end.
 
-Called by :class:`duckllm.LLM`; calls the scheduler, the model, the samplers. Knows token ids, no text and no
-workers.
+Called by :class:`duckllm.LLM`; calls the scheduler, the model and the requests. Knows token ids, no text
+and no workers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from duckllm.engine.request import Request
 from duckllm.engine.scheduler import Scheduler
 from duckllm.models.causal_lm import CausalLM
 from duckllm.sampling_params import SamplingParams
+from duckllm.text import Tokenizer
 
 
 class Engine:
@@ -46,10 +47,22 @@ class Engine:
         self.scheduler = Scheduler(self.kv_cache, max_step_tokens, max_num_seqs)
         self._num_requests = 0
 
-    def new_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Request:
-        """A request, not yet run. Raises as :class:`Request`."""
-        request_id = str(self._num_requests)
-        self._num_requests += 1
+    def new_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None = None,
+        *,
+        request_id: str | None = None,
+        index: int = 0,
+    ) -> Request:
+        """A request, not yet run; with the first one's ``request_id``, another reply to its prompt.
+
+        Arguments and errors as of :class:`Request`.
+        """
+        if request_id is None:
+            request_id = str(self._num_requests)
+            self._num_requests += 1
         return Request(
             request_id,
             prompt_token_ids,
@@ -57,6 +70,8 @@ class Engine:
             vocab_size=self.model.config.vocab_size,
             max_model_len=self.max_model_len,
             eos_token_ids=self.eos_token_ids,
+            tokenizer=tokenizer,
+            index=index,
         )
 
     def add(self, request: Request) -> None:
@@ -106,6 +121,6 @@ class Engine:
             request.num_computed_tokens = each.stop
             self.kv_cache.seal(each.table, request.token_ids, each.stop)
             if end:
-                request.append(request.sampler.sample(next(logits)))
+                request.advance(next(logits))
             if request.finish_reason is not None:
                 self.scheduler.remove(request)

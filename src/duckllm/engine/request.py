@@ -1,33 +1,42 @@
-"""One request and how far it has come. Called by the engine; knows token ids, no text and no tensors."""
+"""One request and how far it has come. Called by the engine; knows token ids, and text through ReplyText."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 
+import torch
+
+from duckllm.engine.logprobs import token_logprobs
 from duckllm.engine.sampler import Sampler
-from duckllm.errors import PromptTooLongError, RequestError
-from duckllm.outputs import RequestMetrics
+from duckllm.errors import ConfigError, PromptTooLongError, RequestError
+from duckllm.outputs import CompletionOutput, Logprob, RequestMetrics, StreamOutput
 from duckllm.sampling_params import SamplingParams
+from duckllm.text.reply_text import ReplyText
+from duckllm.text.tokenizer import Tokenizer
 
 
 class Request:
-    """A prompt and the reply that grows behind it.
+    """A prompt and one reply that grows behind it.
 
     There is no prefill and no decode phase: a request has tokens, of which ``num_computed_tokens`` are in the
-    KV cache, and each step computes some of the rest.
+    KV cache, and each step computes some of the rest. Whoever has computed the last of them calls
+    :meth:`advance`; of the reply, whoever reads it was given the tokens before ``num_given_tokens``.
 
     Args:
-        request_id: Unique name.
+        request_id: Name that the replies of a prompt share with each other alone.
         prompt_token_ids: The prompt.
         params: Sampling.
         vocab_size: Tokens are below this.
         max_model_len: Most tokens of prompt and reply together.
         eos_token_ids: Tokens that end a reply.
+        tokenizer: Gives the reply its text, in which stop strings are looked for; without it there is none.
+        index: The number of this reply among the n of its prompt.
 
     Raises:
         RequestError: The prompt is empty, or has a token outside the vocabulary.
         PromptTooLongError: The prompt leaves no room for a reply.
+        ConfigError: The sampling names a token outside the vocabulary, or leaves no token to choose.
     """
 
     def __init__(
@@ -39,6 +48,8 @@ class Request:
         vocab_size: int,
         max_model_len: int,
         eos_token_ids: frozenset[int],
+        tokenizer: Tokenizer | None = None,
+        index: int = 0,
     ) -> None:
         if not prompt_token_ids:
             raise RequestError("prompt: got no tokens, expected at least 1")
@@ -47,14 +58,25 @@ class Request:
                 raise RequestError(f"prompt: got token {token_id}, expected 0 to {vocab_size - 1}")
         if len(prompt_token_ids) >= max_model_len:
             raise PromptTooLongError(len(prompt_token_ids), max_model_len - 1)
-        self.request_id, self.params = request_id, params
+        self.request_id, self.index, self.params = request_id, index, params
         self.num_prompt_tokens = len(prompt_token_ids)
         self.token_ids = list(prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_given_tokens = self.num_prompt_tokens  # to whoever reads the reply
         self.finish_reason: str | None = None
-        self.sampler = Sampler(params)
+        self.stop_reason: str | int | None = None
         self._max_model_len, self._eos_token_ids = max_model_len, eos_token_ids
+        self._stop_token_ids = frozenset(params.stop_token_ids or ())
+        end_token_ids = {
+            token_id for token_id in eos_token_ids if token_id < vocab_size
+        } | self._stop_token_ids
+        _check_vocabulary(params, end_token_ids, vocab_size)
+        self._sampler = Sampler(params, self.num_prompt_tokens, end_token_ids=end_token_ids, index=index)
+        assert tokenizer is not None or not params.stop_strings
+        self._tokenizer = tokenizer
+        self._reply_text = None if tokenizer is None else ReplyText(tokenizer, params)
+        self._texts: list[str] = []  # what each token of the reply lets be shown
+        self._logprobs: list[dict[int, Logprob]] = []
         self._start_s = 0.0
         self._first_token_s: float | None = None
         self._last_token_s: float | None = None
@@ -69,9 +91,29 @@ class Request:
         """The reply so far."""
         return tuple(self.token_ids[self.num_prompt_tokens :])
 
+    @property
+    def num_output_tokens(self) -> int:
+        """How many tokens the reply has so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
     def start_clock(self) -> None:
         """Times count from now."""
         self._start_s = time.perf_counter()
+
+    def advance(self, logits: torch.Tensor) -> int:
+        """The reply's next token, chosen and added; it may be the last, as ``finish_reason`` tells then.
+
+        Shapes:
+            logits: [V] f32, what follows the last token; not changed
+
+        Raises:
+            ModelError: The logits are broken.
+        """
+        token_id = self._sampler.sample(logits, self.token_ids)
+        if self.params.logprobs is not None:
+            self._logprobs.append(self._logprobs_at(logits, token_id, self.params.logprobs))
+        self.append(token_id)
+        return token_id
 
     def append(self, token_id: int) -> None:
         """Adds the next token of the reply and decides whether it was the last."""
@@ -79,22 +121,88 @@ class Request:
         self._last_token_s = time.perf_counter()
         if self._first_token_s is None:
             self._first_token_s = self._last_token_s
-        num_generated = len(self.token_ids) - self.num_prompt_tokens
-        if self.ends_reply(token_id):
+        if token_id in self._eos_token_ids and not self.params.ignore_eos:
             self.finish_reason = "stop"
-        elif num_generated == self.params.max_tokens or len(self.token_ids) >= self._max_model_len:
+        elif token_id in self._stop_token_ids:
+            self.finish_reason, self.stop_reason = "stop", token_id
+        elif self.num_output_tokens == self.params.max_tokens or len(self.token_ids) >= self._max_model_len:
             self.finish_reason = "length"
+        self._texts.append("" if self._reply_text is None else self._read(self._reply_text, token_id))
 
-    def ends_reply(self, token_id: int) -> bool:
-        """Whether the token is an end token that this request heeds."""
-        return token_id in self._eos_token_ids and not self.params.ignore_eos
+    def given_output(self) -> StreamOutput:
+        """What the token adds that was given last."""
+        number = self.num_given_tokens - self.num_prompt_tokens - 1
+        is_last = self.num_given_tokens == len(self.token_ids)
+        return StreamOutput(
+            self.request_id,
+            self._texts[number],
+            (self.token_ids[self.num_given_tokens - 1],),
+            self.finish_reason if is_last else None,
+            self.metrics(),
+            self.index,
+            None if self.params.logprobs is None else (self._logprobs[number],),
+            self.stop_reason if is_last else None,
+        )
 
-    def metrics(self) -> RequestMetrics:
-        """Counts and times so far."""
-        num_generated = len(self.token_ids) - self.num_prompt_tokens
+    def completion(self) -> CompletionOutput:
+        """The whole reply so far."""
+        logprobs = cumulative_logprob = None
+        if self.params.logprobs is not None:
+            logprobs = tuple(self._logprobs)
+            pairs = zip(self.output_token_ids, logprobs, strict=True)
+            cumulative_logprob = sum(at[token_id].logprob for token_id, at in pairs)
+        return CompletionOutput(
+            self.index,
+            "".join(self._texts),
+            self.output_token_ids,
+            cumulative_logprob,
+            logprobs,
+            self.finish_reason,
+            self.stop_reason,
+        )
+
+    def metrics(self, siblings: Sequence[Request] = ()) -> RequestMetrics:
+        """Counts and times so far; with later replies to the same prompt, of all of them together."""
+        replies = (self, *siblings)
+        num_generated = sum(reply.num_output_tokens for reply in replies)
         first_s = decode_rate = None
-        if self._first_token_s is not None and self._last_token_s is not None:
-            first_s = self._first_token_s - self._start_s
+        firsts = [reply._first_token_s for reply in replies if reply._first_token_s is not None]
+        lasts = [reply._last_token_s for reply in replies if reply._last_token_s is not None]
+        if firsts:
+            first_s = min(firsts) - self._start_s
             if num_generated > 1:
-                decode_rate = (num_generated - 1) / (self._last_token_s - self._first_token_s)
+                decode_rate = (num_generated - 1) / (max(lasts) - min(firsts))
         return RequestMetrics(self.num_prompt_tokens, num_generated, first_s, decode_rate)
+
+    def _read(self, reply_text: ReplyText, token_id: int) -> str:
+        """The text that the newest token lets be shown; a stop string in it ends the reply."""
+        may_stop = self.num_output_tokens > self.params.min_tokens
+        ended = self.finish_reason == "stop"
+        text = ""
+        if not ended or self.params.include_stop_str_in_output:
+            text = reply_text.push(token_id, may_stop=may_stop)
+        if self.finish_reason is not None and reply_text.stop_string is None:
+            text += reply_text.finish(may_stop=may_stop)
+        if reply_text.stop_string is not None:
+            self.finish_reason, self.stop_reason = "stop", reply_text.stop_string
+        return text
+
+    def _logprobs_at(self, logits: torch.Tensor, token_id: int, num_top: int) -> dict[int, Logprob]:
+        return {
+            each.token_id: Logprob(each.logprob, each.rank, self._text_of(each.token_id))
+            for each in token_logprobs(logits, token_id, num_top)
+        }
+
+    def _text_of(self, token_id: int) -> str | None:
+        if self._tokenizer is None:
+            return None
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _check_vocabulary(params: SamplingParams, end_token_ids: set[int], vocab_size: int) -> None:
+    for name, token_ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        for token_id in token_ids or ():
+            if token_id >= vocab_size:
+                raise ConfigError(name, token_id, f"token ids from 0 to {vocab_size - 1}")
+    if params.min_tokens and len(end_token_ids) == vocab_size:
+        raise ConfigError("min_tokens", params.min_tokens, "0 where every token ends a reply")

@@ -1,65 +1,138 @@
-"""Logits to the next token. Called by the engine, one sampler a request; knows no model and no text."""
+"""Logits to the next token. Called by the request, one sampler each; knows no model and no text."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 import torch
 
+from duckllm.engine.penalties import Penalties
 from duckllm.errors import ModelError
 from duckllm.sampling_params import SamplingParams
 
 
 class Sampler:
-    """Chooses tokens for one request, with a random generator of its own.
+    """Chooses tokens for one reply, with a random generator of its own.
 
-    The order is vLLM's: temperature, then min-p, then top-k, then top-p over what is left.
+    The order is vLLM's: bias, penalties for repetition, frequency and presence, temperature, min-p, top-k,
+    then top-p over what is left. Before ``min_tokens`` tokens the tokens that end a reply have no chance.
+
+    Args:
+        params: Sampling.
+        num_prompt_tokens: How many of the tokens that :meth:`sample` is given are the prompt.
+        end_token_ids: The tokens that end a reply.
+        index: The number of this reply among the n of its prompt; a seed is counted up by it.
     """
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        num_prompt_tokens: int = 0,
+        *,
+        end_token_ids: Iterable[int] = (),
+        index: int = 0,
+    ) -> None:
         self.params = params
+        self._num_prompt_tokens = num_prompt_tokens
         self._generator = torch.Generator()
         if params.seed is None:
             self._generator.seed()
         else:
-            self._generator.manual_seed(params.seed)
+            self._generator.manual_seed((params.seed + index) % 2**63)
+        bias = params.logit_bias or {}
+        self._bias_ids = torch.tensor(list(bias), dtype=torch.int64)
+        self._bias = torch.tensor(list(bias.values()), dtype=torch.float32)
+        self._end_ids = torch.tensor(sorted(end_token_ids), dtype=torch.int64)
+        penalised = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (
+            1,
+            0,
+            0,
+        )
+        self._penalties = Penalties(params, num_prompt_tokens) if penalised else None
+        self._is_plain = not bias and not penalised and params.min_tokens == 0
 
-    def sample(self, logits: torch.Tensor) -> int:
+    def sample(self, logits: torch.Tensor, token_ids: Sequence[int] = ()) -> int:
         """The next token; the lowest number among equally likely ones when greedy.
 
         Shapes:
             logits: [V] f32, not changed
+            token_ids: prompt and reply so far, what was given before and more
 
         Raises:
             ModelError: A logit is not a finite number, so that the weights or a step's result are broken.
         """
-        likeliest = logits.argmax()
-        if not torch.isfinite(logits[likeliest]):
-            raise ModelError(f"logits: got {float(logits[likeliest])}, expected finite numbers")
-        if self.params.greedy:
-            return int(likeliest)
-        probabilities = self.probabilities(logits)
-        # Dividing by exponential variates and taking the largest draws from the distribution.
-        noise = torch.empty_like(probabilities).exponential_(generator=self._generator)
-        return int((probabilities / noise).argmax())
+        # NumPy's argmax takes a tenth of torch's time (13 and 142 us for 129280 on an AMD EPYC, one thread).
+        # NaN is the largest number to both.
+        likeliest = int(logits.numpy().argmax())
+        largest = float(logits[likeliest])
+        if not math.isfinite(largest):
+            raise ModelError(f"logits: got {largest}, expected finite numbers")
+        if not self._is_plain:
+            logits = self.adjusted(logits, token_ids)
+            likeliest = int(logits.numpy().argmax())
+        return likeliest if self.params.greedy else self._draw(self.probabilities(logits))
+
+    def adjusted(self, logits: torch.Tensor, token_ids: Sequence[int] = ()) -> torch.Tensor:
+        """The logits with bias and penalties, and without the end tokens where it is too early for them.
+
+        Shapes:
+            logits: [V] f32, not changed; token_ids: as for :meth:`sample`; result: [V] f32
+        """
+        logits = logits.clone()
+        logits[self._bias_ids] += self._bias
+        if self._penalties is not None:
+            self._penalties.apply_(logits, token_ids)
+        if len(token_ids) - self._num_prompt_tokens < self.params.min_tokens:
+            logits[self._end_ids] = -torch.inf
+        return logits
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """The distribution that is sampled from.
+        """The distribution that is sampled from, given logits that are adjusted.
 
         Shapes:
             logits, result: [V] f32
         """
         params = self.params
-        # In f64, and from the largest down, so that a small temperature cannot overflow.
-        scaled = (logits.double() - logits.max().double()) / params.temperature
-        logits = scaled.to(logits.dtype)
-        if params.min_p > 0:
-            probabilities = logits.softmax(dim=-1)
-            logits = logits.masked_fill(probabilities < params.min_p * probabilities.max(), -torch.inf)
-        if 0 < params.top_k < logits.shape[-1]:
-            least = logits.topk(params.top_k).values[-1]
-            logits = logits.masked_fill(logits < least, -torch.inf)
+        # In f64, and from the largest down, so that a small temperature cannot overflow. In place, as each
+        # temporary of a whole vocabulary costs more in page faults than in arithmetic.
+        scaled = logits.double()
+        scaled -= float(logits.max())
+        scaled /= params.temperature
+        logits = scaled.float()
+        if params.min_p > 0:  # the likeliest token's is 0
+            logits.masked_fill_(logits < math.log(params.min_p), -torch.inf)
+        if 0 < params.top_k < len(logits):
+            place = len(logits) - params.top_k
+            logits.masked_fill_(logits < float(np.partition(logits.numpy(), place)[place]), -torch.inf)
         if params.top_p < 1:
-            ascending, order = logits.sort(stable=True)
-            removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - params.top_p
-            removed[-1] = False
-            logits = logits.masked_fill(torch.empty_like(removed).scatter_(0, order, removed), -torch.inf)
+            logits.masked_fill_(~_is_in_top_p(logits.softmax(dim=-1), params.top_p), -torch.inf)
         return logits.softmax(dim=-1)
+
+    def _draw(self, probabilities: torch.Tensor) -> int:
+        """A token at random, by one number between 0 and the sum; one without probability never."""
+        sums = probabilities.double().cumsum(dim=-1)
+        total = sums[-1]
+        number = torch.rand((), dtype=torch.float64, generator=self._generator) * total
+        # The product may be rounded up to the sum itself: the last token with a probability reaches that.
+        return min(int(torch.searchsorted(sums, number, right=True)), int(torch.searchsorted(sums, total)))
+
+
+def _is_in_top_p(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Which tokens make up the smallest set of likeliest ones that reaches ``top_p``.
+
+    Of equally likely tokens at its end those with the lowest numbers are in it.
+
+    Shapes:
+        probabilities: [V]; result: [V] bool
+    """
+    # NumPy sorts 129280 numbers in 1.2 ms, torch in 13, which sorts their places too.
+    largest = torch.from_numpy(np.sort(probabilities.numpy())).flip(0)
+    sums = largest.double().cumsum(dim=-1)
+    num_kept = 1 + int((sums[:-1] < top_p).sum())
+    least = largest[num_kept - 1]
+    kept = probabilities >= least
+    equal = (probabilities == least).nonzero()[:, 0]
+    kept[equal[num_kept - int((largest > least).sum()) :]] = False
+    return kept

@@ -1,4 +1,4 @@
-"""Text in and out: the tokenizer with its chat template, and the streaming detokenizer.
+"""Text in and out: the tokenizer with its chat template, the streaming detokenizer, stop strings.
 
 Called by the engine and by the command line; knows token ids and strings, no tensors and no sockets.
 """

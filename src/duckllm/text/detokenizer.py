@@ -20,11 +20,16 @@ class StreamingDetokenizer:
     A character split over tokens is held back until it is whole. Bytes that can begin no character come out
     as U+FFFD as soon as that is certain, an unfinished character at the end only from :meth:`flush`.
 
+    Args:
+        tokenizer: Of the model.
+        skip_special_tokens: Whether special tokens have no text.
+
     Threading: one detokenizer belongs to one reply; it is not shared.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._context: list[int] = []  # the tokens just before the window: a text's start is special
         self._window: list[int] = []  # the tokens since the last place where no character was unfinished
@@ -33,7 +38,7 @@ class StreamingDetokenizer:
     def push(self, token_id: int) -> str:
         """The text that ``token_id`` completes; empty while a character is unfinished."""
         data = self._tokenizer.token_bytes(token_id)
-        if not data or token_id in self._tokenizer.special_token_ids:
+        if not data or (self._skip_special_tokens and token_id in self._tokenizer.special_token_ids):
             return ""
         self._window.append(token_id)
         self._utf8.decode(data)
@@ -55,8 +60,11 @@ class StreamingDetokenizer:
         return delta
 
     def _window_text(self) -> str:
-        before = self._tokenizer.decode(self._context)
-        return self._tokenizer.decode([*self._context, *self._window])[len(before) :]
+        before = self._decode(self._context)
+        return self._decode([*self._context, *self._window])[len(before) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
     def _emit(self, text: str) -> str:
         delta = text[self._num_emitted_chars :]

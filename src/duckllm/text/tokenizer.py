@@ -102,10 +102,10 @@ class Tokenizer:
         ids = [token_id for piece in pieces for token_id in self._encode(piece, "messages")]
         return self._with_one_bos(ids) if self._adds_bos or ids[:1] == [self.bos_token_id] else ids
 
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of ``token_ids``, without special tokens."""
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ``token_ids``, without special tokens unless they are asked for."""
         text: str = self._inner.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
 
