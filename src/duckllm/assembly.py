@@ -7,13 +7,13 @@ without torch; while they prepare, the host's half is imported, and torch with i
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from duckllm.cluster import open_cluster
 from duckllm.config import ClusterConfig, available_cores
+from duckllm.errors import CheckpointError
 from duckllm.models.registry import ModelFolder, load_config, load_model
 from duckllm.moe.placement import plan_workers
 from duckllm.prefill import check_prefill, select_isa
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from duckllm.cluster.base import Cluster
     from duckllm.engine.engine import Engine
     from duckllm.moe.executor import ExpertExecutor
+    from duckllm.text import Tokenizer
     from duckllm.weights.host_tensors import HostTensors
 
 # Host weights a token reads, in elements, above which a second torch thread pays for its start.
@@ -83,7 +84,7 @@ def build_engine(
     kv_cache_bytes: int | None,
     max_num_seqs: int,
     host_threads: int,
-    eos_token_ids: Collection[int],
+    tokenizer: Tokenizer,
 ) -> tuple[Engine, ClusterInfo]:
     """The engine with the host's model, loaded, and what computes the experts.
 
@@ -96,7 +97,7 @@ def build_engine(
         kv_cache_bytes: As for :class:`duckllm.LLM`.
         max_num_seqs: As for :class:`duckllm.LLM`.
         host_threads: As for :class:`duckllm.LLM`.
-        eos_token_ids: Tokens that end a reply.
+        tokenizer: The model's; says which tokens end a reply.
 
     Raises:
         ConfigError: ``max_model_len`` is more than the model's longest context, or than memory holds.
@@ -110,6 +111,11 @@ def build_engine(
     from duckllm.weights.host_tensors import HostTensors
 
     parsed = load_config(model.path)
+    if tokenizer.max_token_id >= parsed.vocab_size:
+        raise CheckpointError(
+            f"tokenizer: got token id {tokenizer.max_token_id} in {model.path}, "
+            f"expected ids below vocab_size, {parsed.vocab_size}, of its config.json"
+        )
     length = resolve_max_model_len(max_model_len, parsed)
     cache_tokens = resolve_cache_tokens(kv_cache_bytes, length, parsed)
     tensors = HostTensors(model.path)
@@ -125,7 +131,7 @@ def build_engine(
         max_step_tokens=config.max_step_tokens,
         cache_tokens=cache_tokens,
         max_num_seqs=max_num_seqs,
-        eos_token_ids=frozenset(eos_token_ids),
+        eos_token_ids=frozenset(tokenizer.eos_token_ids),
     )
     return engine, info
 

@@ -103,7 +103,7 @@ class LLM:
                 kv_cache_bytes=kv_cache_bytes,
                 max_num_seqs=max_num_seqs,
                 host_threads=host_threads,
-                eos_token_ids=self.tokenizer.eos_token_ids,
+                tokenizer=self.tokenizer,
             )
         except BaseException:
             self.close()

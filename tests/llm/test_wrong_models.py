@@ -64,6 +64,17 @@ def test_a_size_that_config_json_contradicts(model: Path) -> None:
         LLM(model, workers=0)
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model(model: Path) -> None:
+    path = model / "tokenizer.json"
+    value = json.loads(path.read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    value["added_tokens"].append({"id": 8192, "content": "<one too many>"} | flags)
+    path.write_text(json.dumps(value))
+    message = r"tokenizer: got token id 8192 in .*, expected ids below vocab_size, 8192, of its config\.json"
+    with pytest.raises(CheckpointError, match=message):
+        LLM(model, workers=0)
+
+
 @pytest.mark.parametrize(
     ("defaults", "message"),
     [

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
-import json
+import shutil
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, processors
+from tokenizers import decoders, models
 
 from duckllm.text import StreamingDetokenizer, Tokenizer
+from support.tokenizers import trained_tokens, write_byte_fallback, write_kimi
 
 REPLACEMENT = "\ufffd"
 PIECES = ["duck", " the", " ", "  ", "\n", "é", "e\u0301", "你", "好", "世界", "🦆", "한국", "नि", "ß"]
@@ -21,36 +22,9 @@ TEXTS = st.one_of(
 )
 
 
-def build_byte_fallback(folder: Path) -> Tokenizer:
-    """A tokenizer in the manner of SentencePiece: ``▁`` for spaces, unknown characters as byte tokens."""
-    words = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        *"duckth.,2",
-        "th",
-        "▁th",
-    ]
-    words += ["▁the", "e", "é", "你", "du", "duc", "duck"]
-    vocab = {word: number for number, word in enumerate(dict.fromkeys(words))}
-    merges = [("t", "h"), ("▁", "th"), ("▁th", "e"), ("d", "u"), ("du", "c"), ("duc", "k")]
-    backend = Backend(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    backend.add_special_tokens(["<s>", "</s>"])
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", vocab["<s>"])]
-    )
-    backend.save(str(folder / "tokenizer.json"))
-    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names})
-    )
-    return Tokenizer(folder)
+# Not flagged as special, so that they are text: one holds another, spaces, a character that no single byte
+# prints, letters that byte-level BPE takes for bytes.
+ADDED = ["<think>", "<think>ing", "  duck  ", "🦆!", "Über"]
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +33,36 @@ def byte_level(demo_checkpoint: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
+def byte_level_added(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("byte-level-added")
+    for name in ("config.json", "tokenizer_config.json"):
+        shutil.copy(demo_checkpoint / name, folder)
+    backend = Backend.from_file(str(demo_checkpoint / "tokenizer.json"))
+    backend.add_tokens(ADDED)
+    backend.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
 def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return build_byte_fallback(tmp_path_factory.mktemp("byte-fallback"))
+    return Tokenizer(write_byte_fallback(tmp_path_factory.mktemp("byte-fallback")))
 
 
-@pytest.fixture(scope="module", params=["byte_level", "byte_fallback"])
+@pytest.fixture(scope="module")
+def metaspace(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("metaspace")
+    return Tokenizer(write_byte_fallback(folder, metaspace=True, added=ADDED))
+
+
+@pytest.fixture(scope="module")
+def kimi(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(write_kimi(tmp_path_factory.mktemp("kimi"), trained_tokens()))
+
+
+KINDS = ["byte_level", "byte_level_added", "byte_fallback", "metaspace", "kimi"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     found: Tokenizer = request.getfixturevalue(request.param)
     return found
@@ -100,12 +99,46 @@ def test_characters_come_once_whole(tokenizer: Tokenizer, text: str, data: st.Da
 
 
 @settings(max_examples=200, deadline=None)
-@given(ids=st.lists(st.integers(0, 8191), max_size=30))
-def test_any_tokens_of_a_byte_level_tokenizer_stream_as_they_decode(
-    byte_level: Tokenizer, ids: list[int]
+@given(data=st.data())
+def test_any_tokens_stream_as_they_decode(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """Special tokens, ids that no token has and bytes in any order included."""
+    last = tokenizer.max_token_id
+    first_added = last - 8
+    # Mostly the first tokens, the bytes among them, and those that were added at the end.
+    likely = st.one_of(st.integers(0, 270), st.integers(first_added, last + 1))
+    ids = data.draw(st.lists(st.one_of(likely, likely, st.integers(0, last + 100)), max_size=30))
+    deltas, rest = stream(tokenizer, ids)
+    assert "".join(deltas) + rest == tokenizer.decode(ids)
+    spelled = b"".join(
+        tokenizer.token_bytes(token_id) for token_id in ids if token_id not in tokenizer.special_token_ids
+    ).decode("utf-8", "replace")
+    # One U+FFFD for each broken character, and none for one that is whole.
+    assert ("".join(deltas) + rest).count(REPLACEMENT) == spelled.count(REPLACEMENT)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=TEXTS, data=st.data())
+def test_whole_characters_decode_as_transformers_decodes_them(
+    byte_fallback: Tokenizer, text: str, data: st.DataObject
 ) -> None:
-    deltas, rest = stream(byte_level, ids)
-    assert "".join(deltas) + rest == byte_level.decode(ids)
+    ids = byte_fallback.encode(text)
+    assert byte_fallback.decode(ids) == byte_fallback._inner.decode(ids, skip_special_tokens=True)
+
+
+def test_a_bad_byte_spares_the_characters_around_it(tokenizer: Tokenizer) -> None:
+    ids = byte_ids(tokenizer, "k你".encode() + b"\xff\xe4" + "好".encode() + b"\xe4\xbd")
+    deltas, rest = stream(tokenizer, ids)
+    assert tokenizer.decode(ids) == "k你" + REPLACEMENT * 2 + "好" + REPLACEMENT
+    assert "".join(deltas) == "k你" + REPLACEMENT * 2 + "好"
+    assert rest == REPLACEMENT
+
+
+def test_an_added_token_breaks_a_character_and_is_whole_itself(byte_level_added: Tokenizer) -> None:
+    added = byte_level_added.max_token_id - len(ADDED) + 1
+    duck = byte_ids(byte_level_added, "🦆".encode())
+    deltas, rest = stream(byte_level_added, [*duck[:2], added + 1, *duck, added + 4, added + 3, added + 2])
+    assert deltas == ["", "", REPLACEMENT + "<think>ing", "", "", "", "🦆", "Über", "🦆!", "  duck  "]
+    assert rest == ""
 
 
 @settings(max_examples=200, deadline=None)

@@ -42,11 +42,8 @@ class StreamingDetokenizer:
             return ""
         self._window.append(token_id)
         self._utf8.decode(data)
-        unfinished = bool(self._utf8.getstate()[0])
-        if unfinished and not self._tokenizer.splits_characters:
-            return ""
         text = self._window_text()
-        if unfinished:
+        if self._utf8.getstate()[0]:
             return self._emit(text[:-1])  # the unfinished character decodes to one U+FFFD
         delta = self._emit(text)
         self._context, self._window, self._num_emitted_chars = self._window, [], 0

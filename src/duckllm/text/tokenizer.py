@@ -1,24 +1,22 @@
 """The tokenizer of a model folder, with its chat template.
 
-Called by the engine and by :mod:`duckllm.text.detokenizer`. Wraps the folder's own tokenizer files through
-transformers, offline and quiet, and turns whatever goes wrong into our typed errors. Knows no tensors.
+Called by the engine and by :mod:`duckllm.text.detokenizer`. Wraps what :mod:`duckllm.text.loading` reads, and
+turns whatever goes wrong into our typed errors. Knows no tensors.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from duckllm.errors import CheckpointError, ModelNotFoundError, RequestError
+from duckllm.errors import CheckpointError, RequestError
+from duckllm.text.byte_tokens import byte_level_bytes, byte_level_spelling, fallback_byte, mend_fallback_bytes
 from duckllm.text.control_text import control_texts, free_mark, put_marks, spelled_in, texts_of
-from duckllm.text.quiet import quiet_transformers
+from duckllm.text.loading import first_line, load_tokenizer, read_json_object
 
 ROLES = ("system", "user", "assistant")
-_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
-_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
 class Tokenizer:
@@ -31,19 +29,17 @@ class Tokenizer:
         eos_token_ids: The tokens that end a reply, ascending.
         special_token_ids: The tokens that :meth:`decode` leaves out.
         bos_token_id: The token that begins a text, or None.
+        max_token_id: The highest id of any token. A model may have rows for more, which no token has.
 
     Raises:
         ModelNotFoundError: There is no such folder, or no tokenizer in it.
         CheckpointError: The tokenizer's files cannot be used.
+        UnsupportedModelError: They leave out what only code beside them says, and that code is not known.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        if not self.folder.is_dir():
-            raise ModelNotFoundError(f"model: got {str(folder)!r}, expected a folder that exists")
-        if not any((self.folder / name).is_file() for name in _FILES):
-            raise ModelNotFoundError(f"model: {self.folder} has no tokenizer, expected tokenizer.json in it")
-        self._inner = _load(self.folder)
+        self._inner = load_tokenizer(self.folder)
         self.bos_token_id: int | None = self._inner.bos_token_id
         self.eos_token_ids = self._find_eos_token_ids()
         added = self._inner.added_tokens_decoder
@@ -55,6 +51,13 @@ class Tokenizer:
         decoders = _decoder_types(self._inner)
         self._byte_level = "ByteLevel" in decoders
         self._byte_fallback = "ByteFallback" in decoders
+        # An added token is spelled as it is, which a byte-level decoder would take for stand-ins of bytes.
+        self._added_spellings = {
+            token_id: byte_level_spelling(token.content.encode())
+            for token_id, token in added.items()
+            if self._byte_level
+        }
+        self.max_token_id: int = max(self._inner.get_vocab().values())
         self._adds_bos = self.bos_token_id is not None and self._inner.encode("a")[:1] == [self.bos_token_id]
         self._template_begins_with_bos = self._probe_template()
 
@@ -63,13 +66,8 @@ class Tokenizer:
         """Whether the folder says how a conversation is written."""
         return bool(self._inner.chat_template)
 
-    @property
-    def splits_characters(self) -> bool:
-        """Whether a token may hold any part of a character, together with parts of its neighbours."""
-        return self._byte_level
-
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, begun by BOS exactly once where the tokenizer or the template begins so.
+        """Token ids of ``text``, begun by BOS exactly once where the tokenizer, template or text begins so.
 
         A control token that is spelled in the text becomes that token, so that a caller may write a
         conversation by hand; a text from somebody else belongs into :meth:`apply_chat_template`.
@@ -78,7 +76,8 @@ class Tokenizer:
             RequestError: ``text`` is not valid Unicode.
         """
         ids = self._encode(text, "prompt")
-        return self._with_one_bos(ids) if self._adds_bos or self._template_begins_with_bos else ids
+        begins_with_bos = self._adds_bos or self._template_begins_with_bos or ids[:1] == [self.bos_token_id]
+        return self._with_one_bos(ids) if begins_with_bos else ids
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, ending where the assistant's reply begins.
@@ -103,25 +102,40 @@ class Tokenizer:
         return self._with_one_bos(ids) if self._adds_bos or ids[:1] == [self.bos_token_id] else ids
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ``token_ids``, without special tokens unless they are asked for."""
-        text: str = self._inner.decode(
-            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-        return text
+        """The text of ``token_ids``, without ids that no token has, and without special tokens unless asked.
+
+        Each broken character is one U+FFFD.
+        """
+        ids = list(token_ids)
+        if not self._byte_level and not self._byte_fallback:
+            text: str = self._inner.decode(
+                ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+            return text
+        left_out = self.special_token_ids if skip_special_tokens else ()
+        spelled = (self._token(token_id) for token_id in ids if token_id not in left_out)
+        tokens = [token for token in spelled if token is not None]
+        if self._byte_fallback:
+            tokens = mend_fallback_bytes(tokens)
+        return str(self._inner.backend_tokenizer.decoder.decode(tokens))
 
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes that one token stands for, whole characters or not; empty for an unknown token.
 
         Bytes of whole characters may differ from the decoded text (a space may be written ``▁``).
         """
-        token: str | None = self._inner.convert_ids_to_tokens(token_id)
+        token = self._token(token_id)
         if token is None:
             return b""
-        if self._byte_level and all(char in _BYTE_OF_CHAR for char in token):
-            return bytes(_BYTE_OF_CHAR[char] for char in token)
-        if self._byte_fallback and _BYTE_TOKEN.fullmatch(token):
-            return bytes.fromhex(token[3:5])
-        return token.encode()
+        data = byte_level_bytes(token) if self._byte_level else None
+        if data is None and self._byte_fallback:
+            data = fallback_byte(token)
+        return token.encode() if data is None else data
+
+    def _token(self, token_id: int) -> str | None:
+        """The token as its decoder takes it; None for an id that no token has."""
+        token: str | None = self._added_spellings.get(token_id)
+        return self._inner.convert_ids_to_tokens(token_id) if token is None else token
 
     def _encode(self, text: str, field: str) -> list[int]:
         if not isinstance(text, str):
@@ -157,7 +171,7 @@ class Tokenizer:
             raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
         except Exception as error:  # a template is a program; whatever it raises is the folder's fault
             raise CheckpointError(
-                f"chat_template: {self.folder} has a broken one: {_reason(error)}"
+                f"chat_template: {self.folder} has a broken one: {first_line(error)}"
             ) from error
         return text
 
@@ -205,13 +219,8 @@ class Tokenizer:
 
     def _find_eos_token_ids(self) -> tuple[int, ...]:
         found = {self._inner.eos_token_id}
-        path = self.folder / "generation_config.json"
-        if path.is_file():
-            try:
-                listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            except (ValueError, AttributeError, OSError, RecursionError) as error:
-                raise CheckpointError(f"{path}: expected a JSON object, got {_reason(error)}") from error
-            found.update(listed if isinstance(listed, list) else [listed])
+        listed = read_json_object(self.folder / "generation_config.json").get("eos_token_id")
+        found.update(listed if isinstance(listed, list) else [listed])
         return tuple(sorted(token_id for token_id in found if isinstance(token_id, int)))
 
 
@@ -257,49 +266,16 @@ def _check_unicode(text: str, field: str) -> None:
         ) from error
 
 
-def _load(folder: Path) -> Any:
-    with quiet_transformers():
-        from transformers import AutoTokenizer
-
-        try:
-            inner = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # transformers raises many kinds for a bad file; the folder is at fault
-            raise CheckpointError(f"tokenizer: {folder} cannot be used: {_reason(error)}") from error
-    inner.model_max_length = int(
-        1e30
-    )  # the context is the engine's to check, with an error and not a warning
-    return inner
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of what an error of another library says, or its type where it says nothing."""
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".:") if lines else type(error).__name__
-
-
 def _decoder_types(inner: Any) -> set[str]:
     """Names of every decoder in the tokenizer's chain."""
-    backend = getattr(inner, "backend_tokenizer", None)
-    if backend is None:
+    decoder = getattr(getattr(inner, "backend_tokenizer", None), "decoder", None)
+    if decoder is None:
         return set()
     found: set[str] = set()
-    waiting = [json.loads(backend.to_str()).get("decoder")]
+    waiting = [json.loads(decoder.__getstate__())]
     while waiting:
         decoder = waiting.pop()
         if isinstance(decoder, dict):
             found.add(decoder["type"])
             waiting.extend(decoder.get("decoders", []))
     return found
-
-
-def _byte_of_char() -> dict[str, int]:
-    """The byte that each printable stand-in of byte-level BPE means.
-
-    Bytes that print in Latin-1 stand for themselves; the others count upwards from U+0100.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
-
-
-_BYTE_OF_CHAR = _byte_of_char()

@@ -1,0 +1,92 @@
+"""Reads a model folder's tokenizer files, of either kind, without running any code that lies beside them.
+
+Called by :mod:`duckllm.text.tokenizer`. Offline and quiet; whatever is wrong with the files is a typed error.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from duckllm.errors import CheckpointError, DuckError, ModelNotFoundError
+from duckllm.text.quiet import quiet_transformers
+from duckllm.text.tiktoken_bpe import build_tokenizer, find_rank_file
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer with its chat template, as a transformers tokenizer.
+
+    tokenizer.json says everything, and goes first where there is one.
+
+    Raises:
+        ModelNotFoundError: There is no such folder, or no tokenizer in it.
+        CheckpointError: The tokenizer's files cannot be used.
+        UnsupportedModelError: A list of ranks of a family whose pattern is not known.
+    """
+    if not folder.is_dir():
+        raise ModelNotFoundError(f"model: got {str(folder)!r}, expected a folder that exists")
+    has_json = (folder / "tokenizer.json").is_file()
+    rank_file = None if has_json else find_rank_file(folder)
+    if rank_file is None and not any((folder / name).is_file() for name in _FILES):
+        raise ModelNotFoundError(f"model: {folder} has no tokenizer, expected tokenizer.json in it")
+    config = read_json_object(folder / "tokenizer_config.json")
+    with quiet_transformers():
+        try:
+            if rank_file is not None:
+                inner = build_tokenizer(
+                    rank_file, config, read_json_object(folder / "config.json").get("model_type")
+                )
+                inner.chat_template = _chat_template(folder, config)
+            else:
+                inner = _from_transformers(folder, whole=has_json and "auto_map" in config)
+        except DuckError:
+            raise
+        except Exception as error:  # transformers raises many kinds for a bad file; the folder is at fault
+            raise CheckpointError(f"tokenizer: {folder} cannot be used: {first_line(error)}") from error
+    # The context is the engine's to check, with an error and not a warning.
+    inner.model_max_length = int(1e30)
+    return inner
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Content of a JSON file; empty if there is no such file.
+
+    Raises:
+        CheckpointError: It cannot be read, or is no JSON object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise CheckpointError(f"{path}: expected a JSON object, got {first_line(error)}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error of another library says, or its type where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".:") if lines else type(error).__name__
+
+
+def _from_transformers(folder: Path, *, whole: bool) -> Any:
+    """As transformers reads it; ``whole``: from tokenizer.json alone, whatever code the folder asks for."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if whole:
+        return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> Any:
+    """The template's source, or several by name; a file goes before the configuration."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    found = config.get("chat_template")
+    return {each["name"]: each["template"] for each in found} if isinstance(found, list) else found
