@@ -31,3 +31,30 @@ def test_selects_the_largest_of_distinct_scores(topk: int) -> None:
     assert selected.sum(-1).tolist() == [topk] * 5
     for row in range(5):
         assert scores[row][selected[row]].min() > scores[row][~selected[row]].max()
+
+
+def hadamard(size: int) -> torch.Tensor:
+    """Sylvester's matrix, made orthogonal."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while matrix.shape[0] < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix * size**-0.5
+
+
+@pytest.mark.parametrize("size", [32, 128])
+def test_a_hadamard_rotation_changes_neither_scores_nor_choice(size: int) -> None:
+    """The published model's, which is left out here: it is there for the FP8 rounding that follows it."""
+    generator = torch.Generator().manual_seed(size)
+    q = torch.randn(16, 4, size, dtype=torch.float64, generator=generator)
+    keys = torch.randn(200, size, dtype=torch.float64, generator=generator)
+    weights = torch.randn(16, 4, dtype=torch.float64, generator=generator)
+
+    def scores(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("th,ths->ts", weights, torch.relu(q @ keys.T))
+
+    rotation = hadamard(size)
+    assert torch.allclose(rotation @ rotation.T, torch.eye(size, dtype=torch.float64), atol=1e-14)
+    assert (q @ rotation - q).abs().max() > 1
+    plain, rotated = scores(q, keys), scores(q @ rotation, keys @ rotation)
+    assert (rotated - plain).abs().max() < 1e-12 * plain.abs().max()
+    assert torch.equal(select_topk(rotated, 50), select_topk(plain, 50))

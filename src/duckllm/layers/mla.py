@@ -16,7 +16,7 @@ from duckllm.layers.indexer import Indexer, IndexerShape
 from duckllm.layers.linear import Linear, load_weight
 from duckllm.layers.norm import RMSNorm
 from duckllm.layers.rope import rotate_half_split, rotate_interleaved
-from duckllm.layers.step import LayerCache, StepContext
+from duckllm.layers.step import LayerCache, SequenceStep, StepContext
 
 if TYPE_CHECKING:
     from duckllm.layers.runtime import LinearRuntime
@@ -176,24 +176,29 @@ class MLAttention:
                     x[rows], q_latent[rows], cos[rows], sin[rows], sequence.read(cache[1])
                 )
             selection = sequence.selection if s.indexer else None
-            attended.append(self._attend(q[rows], sequence.read(cache[0]), selection))
+            attended.append(self._attend(q[rows], sequence, cache[0], selection))
         context = attended[0] if len(attended) == 1 else torch.cat(attended)  # [T, heads, kv_lora]
         values = torch.bmm(context.transpose(0, 1), self.value_up).transpose(0, 1)
         return self.o(values.reshape(num_tokens, s.num_heads * s.v_head_dim))
 
-    def _attend(self, q: torch.Tensor, latents: torch.Tensor, selection: torch.Tensor | None) -> torch.Tensor:
-        """Softmax attention of consecutive queries, of which the last one belongs to the last latent.
+    def _attend(
+        self, q: torch.Tensor, sequence: SequenceStep, cache: torch.Tensor, selection: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Softmax attention of a context's tokens of the step.
 
         Shapes:
-            q: [T, heads, D]; latents: [S, D]; selection: [T, S] bool, None to attend to all;
+            q: [T, heads, D]; cache: [max_tokens, D]; selection: [T, S] bool, None to attend to all;
             result: [T, heads, kv_lora]
         """
         num_tokens, num_heads, _ = q.shape
+        if num_tokens == 1 and selection is not None:
+            # The cost of a selection is that of its tokens, however many are cached.
+            chosen = selection[0].nonzero()[:, 0]
+            return self._attend_block(q, sequence.read_at(cache, chosen), None)
+        latents = sequence.read(cache)
         num_cached = latents.shape[0]
         if num_tokens == 1:
-            # The cost of a selection is that of its tokens, however many are cached.
-            chosen = None if selection is None else selection[0].nonzero()[:, 0]
-            return self._attend_block(q, latents if chosen is None else latents.index_select(0, chosen), None)
+            return self._attend_block(q, latents, None)
         # Rows of a long prompt are taken in blocks, so that the scores in memory are bounded.
         block = max(1, SCORE_BLOCK_ELEMENTS // (num_heads * num_cached))
         attended = []

@@ -69,6 +69,11 @@ class SequenceStep:
             return cache[self.first_slot : self.first_slot + self.stop]
         return cache.index_select(0, self.slots)
 
+    def read_at(self, cache: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The tokens at these positions alone: [n, width] for [n] int64."""
+        slots = self.first_slot + positions if self.slots is None else self.slots[positions]
+        return cache.index_select(0, slots)
+
 
 @dataclass(frozen=True)
 class StepContext:
