@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -122,6 +123,26 @@ def test_a_window_leaves_older_keys_unread() -> None:
     for tensor in cache:
         tensor[7] = torch.nan
     assert torch.isnan(layer(inputs()[:1], step, cache)).all()
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_contexts_of_one_step_lie_anywhere_in_the_cache(window: int | None) -> None:
+    """Two contexts, of which one's tokens lie backwards, and the step's last tokens come together."""
+    shape = replace(SHAPE, sliding_window=window)
+    layer, x, table = make_layer(shape), inputs(), RotaryTable(INV_FREQ, 1.0, NUM_TOKENS)
+    cache = tuple(torch.full((2 * NUM_TOKENS, width), torch.nan) for width in shape.cache_widths)
+    slots = np.arange(2 * NUM_TOKENS - 1, NUM_TOKENS - 1, -1)
+    for start, count in ((0, 6), (6, 5)):
+        rows = x[start : start + count]
+        sequences = [
+            SequenceStep.of(0, start, count),
+            SequenceStep.of(count, start, count, slots=slots[: start + count]),
+        ]
+        positions = torch.arange(start, start + count).repeat(2)
+        got = layer(torch.cat((rows, 2 * rows)), StepContext(sequences, *table.rows(positions)), cache)
+        for context, output in zip((x, 2 * x), got.chunk(2), strict=True):
+            expected = scalar_twin(shape, context)[start : start + count].float()
+            torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_cache_holds_keys_and_values() -> None:

@@ -116,14 +116,19 @@ class GQAttention:
             rows = sequence.rows
             sequence.write(cache[0], k[rows].flatten(1))
             sequence.write(cache[1], heads[rows, -s.num_kv_heads :].flatten(1))
-            keys, values = (sequence.read(each).view(-1, s.num_kv_heads, s.head_dim) for each in cache)
+            window = s.sliding_window or sequence.stop
+            first = max(0, sequence.start + 1 - window)
+            keys, values = (sequence.read(each, first).view(-1, s.num_kv_heads, s.head_dim) for each in cache)
             attended += self._attend_in_blocks(q[rows], keys, values)
         return self.o(attended[0] if len(attended) == 1 else torch.cat(attended))
 
     def _attend_in_blocks(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> Iterator[torch.Tensor]:
-        """Rows of a long prompt are taken in blocks, so that the mask in memory is bounded."""
+        """Rows of a long prompt are taken in blocks, so that the mask in memory is bounded.
+
+        The last query belongs to the last key; keys that no query sees may be left out in front.
+        """
         s, num_tokens = self.shape, q.shape[0]
         start = keys.shape[0] - num_tokens
         block = max(1, MASK_BLOCK_ELEMENTS // (s.num_heads // s.num_kv_heads * keys.shape[0]))

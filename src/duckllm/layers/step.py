@@ -63,11 +63,11 @@ class SequenceStep:
         else:
             cache[self.slots[self.start :]] = values
 
-    def read(self, cache: torch.Tensor) -> torch.Tensor:
-        """All tokens of the context up to the last of the step, in order: a view where they lie so."""
+    def read(self, cache: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """The context's tokens from ``first`` to the last of the step, in order: a view where they lie so."""
         if self.slots is None:
-            return cache[self.first_slot : self.first_slot + self.stop]
-        return cache.index_select(0, self.slots)
+            return cache[self.first_slot + first : self.first_slot + self.stop]
+        return cache.index_select(0, self.slots[first:])
 
     def read_at(self, cache: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The tokens at these positions alone: [n, width] for [n] int64."""

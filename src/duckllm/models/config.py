@@ -161,6 +161,17 @@ def require_only(parsed: Any, supported: Mapping[str, object]) -> None:
             raise UnsupportedModelError(f"config.json: {field}: got {got!r}, expected {value!r}")
 
 
+def check_groups(parsed: Any) -> None:
+    """Refuses a group-limited routing in which experts cannot be chosen. Raises as :func:`require`."""
+    require_positive(parsed, ("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"))
+    experts, groups = parsed.n_routed_experts, parsed.n_group
+    require(parsed, "n_group", experts % groups == 0, f"a divisor of n_routed_experts, {experts}")
+    require(parsed, "n_group", experts // groups >= 2, f"at most half of n_routed_experts, {experts}")
+    require(parsed, "topk_group", parsed.topk_group <= groups, f"at most n_group, {groups}")
+    chosen, candidates = parsed.num_experts_per_tok, parsed.topk_group * (experts // groups)
+    require(parsed, "num_experts_per_tok", chosen <= candidates, f"at most {candidates}")
+
+
 def check_rope(parsed: Any, *, partial: bool = False) -> None:
     """Refuses rotary embeddings that are not implemented, before anything is computed with them.
 

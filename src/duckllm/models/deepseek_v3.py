@@ -16,6 +16,7 @@ from duckllm.layers.mla import MLAShape
 from duckllm.models.config import (
     ModelConfig,
     SharedExpert,
+    check_groups,
     check_rope,
     require,
     require_only,
@@ -69,19 +70,13 @@ def check(parsed: Any, positive: Iterable[str] = ()) -> None:
         parsed,
         (
             *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
-            *("num_hidden_layers", "num_attention_heads", "n_routed_experts", "num_experts_per_tok"),
-            *("n_group", "topk_group", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+            *("num_hidden_layers", "num_attention_heads", "kv_lora_rank"),
+            *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
             *(() if parsed.q_lora_rank is None else ("q_lora_rank",)),
             *("max_position_embeddings", *positive),
         ),
     )
-    experts, groups = parsed.n_routed_experts, parsed.n_group
-    candidates = parsed.topk_group * (experts // groups)
-    require(parsed, "n_group", experts % groups == 0, f"a divisor of n_routed_experts, {experts}")
-    require(parsed, "n_group", experts // groups >= 2, f"at most half of n_routed_experts, {experts}")
-    require(parsed, "topk_group", parsed.topk_group <= groups, f"at most n_group, {groups}")
-    chosen = parsed.num_experts_per_tok
-    require(parsed, "num_experts_per_tok", chosen <= candidates, f"at most {candidates}")
+    check_groups(parsed)
     require(parsed, "qk_rope_head_dim", parsed.qk_rope_head_dim % 2 == 0, "an even number")
     require(parsed, "n_shared_experts", (parsed.n_shared_experts or 0) >= 0, "0 or more")
 

@@ -7,6 +7,7 @@ from typing import Any
 from duckllm.models.config import (
     ModelConfig,
     SharedExpert,
+    check_groups,
     check_rope,
     require,
     require_only,
@@ -61,15 +62,9 @@ def _check(parsed: Any) -> None:
         parsed,
         (
             *("vocab_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"),
-            *("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"),
             "max_position_embeddings",
         ),
     )
-    experts, groups = parsed.n_routed_experts, parsed.n_group
-    require(parsed, "n_group", experts % groups == 0, f"a divisor of n_routed_experts, {experts}")
-    require(parsed, "n_group", experts // groups >= 2, f"at most half of n_routed_experts, {experts}")
-    require(parsed, "topk_group", parsed.topk_group <= groups, f"at most n_group, {groups}")
-    chosen, candidates = parsed.num_experts_per_tok, parsed.topk_group * (experts // groups)
-    require(parsed, "num_experts_per_tok", chosen <= candidates, f"at most {candidates}")
+    check_groups(parsed)
     require(parsed, "n_shared_experts", parsed.n_shared_experts >= 0, "0 or more")
     require(parsed, "first_k_dense_replace", parsed.first_k_dense_replace >= 0, "0 or more")

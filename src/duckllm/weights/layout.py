@@ -137,6 +137,14 @@ def mlp_shapes(prefix: str, hidden: int, intermediate: int) -> Shapes:
     }
 
 
+def mtp_layers(read: ConfigReader, tensors: Mapping[str, Any]) -> list[int]:
+    """The layers of multi-token prediction that there are tensors of; a model saved again may have none."""
+    first = read.positive("num_hidden_layers")
+    present = {ModelLayout.layer_of(name) for name in tensors}
+    last = first + read.count("num_nextn_predict_layers", 0)
+    return [layer for layer in range(first, last) if layer in present]
+
+
 def mtp_shapes(read: ConfigReader) -> Shapes:
     """What a layer of multi-token prediction has besides a decoder layer's tensors."""
     hidden = read.positive("hidden_size")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from duckllm.errors import CheckpointError
-from duckllm.weights.layout import ConfigReader, ModelLayout, Shapes, mlp_shapes
+from duckllm.weights.layout import ConfigReader, ModelLayout, Shapes, mlp_shapes, mtp_layers, mtp_shapes
 from duckllm.weights.safetensors_file import TensorInfo
 
 
@@ -99,12 +99,12 @@ def _layout(
     dense: Shapes = {}
     if len(moe_layers) < layers:
         dense = mlp_shapes("mlp.", hidden, read.positive("intermediate_size"))
-    mtp = _mtp_layers(read, layers, mtp_of or {})
+    mtp = mtp_layers(read, mtp_of or {})
     for layer in (*range(layers), *mtp):
         mlp = moe if layer in moe_layers or layer in mtp else dense
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in (attention | mlp).items()}
     for layer in mtp:
-        shapes |= _mtp_shapes(f"model.layers.{layer}.", hidden)
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in mtp_shapes(read).items()}
     layout = ModelLayout(
         architecture=architecture,
         model_type=str(read.get("model_type") or model_type),
@@ -119,19 +119,6 @@ def _layout(
     if expert_names is None:
         return layout
     return replace(layout, experts=expert_names[0], projections=expert_names[1])
-
-
-def _mtp_layers(read: ConfigReader, layers: int, tensors: Mapping[str, TensorInfo]) -> tuple[int, ...]:
-    """The multi-token-prediction layers that the checkpoint has; saved again, it may lack them."""
-    present = {layer for layer in map(ModelLayout.layer_of, tensors) if layer is not None}
-    last = layers + read.count("num_nextn_predict_layers", 0)
-    return tuple(layer for layer in range(layers, last) if layer in present)
-
-
-def _mtp_shapes(prefix: str, hidden: int) -> Shapes:
-    """What such a layer has beside attention and experts; its copies of embedding and head are left out."""
-    shapes: Shapes = {prefix + "eh_proj.weight": (hidden, 2 * hidden)}
-    return shapes | {f"{prefix}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", "shared_head.norm")}
 
 
 def _attention(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from duckllm.errors import CheckpointError
-from duckllm.weights.layout import ConfigReader, ModelLayout, Shapes, mlp_shapes, mtp_shapes
+from duckllm.weights.layout import ConfigReader, ModelLayout, Shapes, mlp_shapes, mtp_layers, mtp_shapes
 from duckllm.weights.safetensors_file import TensorInfo
 
 
@@ -41,8 +41,7 @@ def _layout(
     _check_routing(read)
     layers = read.positive("num_hidden_layers")
     moe = [layer for layer in range(layers) if _is_moe_layer(read, layer, layers)]
-    present = {layer for layer in map(ModelLayout.layer_of, tensors) if layer is not None}
-    mtp = [n for n in range(layers, layers + read.count("num_nextn_predict_layers", 0)) if n in present]
+    mtp = mtp_layers(read, tensors)
     shapes: Shapes = {
         "model.embed_tokens.weight": (read.positive("vocab_size"), read.positive("hidden_size")),
         "model.norm.weight": (read.positive("hidden_size"),),
