@@ -29,9 +29,7 @@ from duckllm.config import available_cores
 from duckllm.weights.resolve import resolve_model
 
 BATCHES = (1, 8, 64)
-WORDS = (
-    "duck swan goose heron crane gull tern loon teal coot rail snipe plover curlew stork ibis egret".split()
-)
+WORDS = ["duck", "swan", "goose", "heron", "crane", "gull", "tern", "loon", "teal", "coot", "rail", "snipe"]
 
 
 def parse_arguments() -> argparse.Namespace:
