@@ -131,7 +131,7 @@ def randomise(model: torch.nn.Module, seed: int, *, wide: bool, exact_experts: b
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.data_ptr() in drawn:  # a tied head
             continue
-        values = _values(name, tensor.shape, generator)
+        values = random_values(name, tensor.shape, generator)
         if exact_experts and tensor.dim() == 3:
             values = torch.stack([_exact_expert(name, matrix) for matrix in values])
         tensor.data = values if wide or "correction_bias" in name else values.bfloat16()
@@ -139,7 +139,8 @@ def randomise(model: torch.nn.Module, seed: int, *, wide: bool, exact_experts: b
     model.tie_weights()
 
 
-def _values(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+def random_values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Values that suit a tensor of this name."""
     normal = torch.randn(shape, generator=generator)
     if "correction_bias" in name:
         return 0.2 * normal

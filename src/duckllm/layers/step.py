@@ -13,6 +13,15 @@ import torch
 LayerCache = tuple[torch.Tensor, ...]
 
 
+def new_layer_cache(widths: Sequence[int], max_tokens: int, dtype: torch.dtype) -> LayerCache:
+    """An empty cache of one layer; memory is taken by the system only as it is written.
+
+    Shapes:
+        result: one tensor [max_tokens, width] for each width
+    """
+    return tuple(torch.empty(max_tokens, width, dtype=dtype) for width in widths)
+
+
 @dataclass
 class SequenceStep:
     """Consecutive tokens of one context in a step, and where the context lies in the cache.

@@ -2,7 +2,7 @@
 
 Called by the engine, through :mod:`duckllm.models.registry`; calls the layers and an expert executor. Knows
 no worker, request or text. What sets a family apart is in its :class:`ModelConfig`, which the family's module
-makes. The multi-token-prediction layer of a checkpoint is not loaded.
+makes. The multi-token-prediction layer of a checkpoint is not loaded; :mod:`duckllm.models.mtp` adds it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from duckllm.layers.mla import MLAShape, MLAttention
 from duckllm.layers.norm import RMSNorm
 from duckllm.layers.rope import RotaryTable
 from duckllm.layers.runtime import LinearRuntime
-from duckllm.layers.step import LayerCache, SequenceStep, StepContext
+from duckllm.layers.step import LayerCache, SequenceStep, StepContext, new_layer_cache
 from duckllm.models.config import ModelConfig
 from duckllm.moe.router import GroupLimitedRouter, SoftmaxRouter, SoftmaxRouting
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from duckllm.weights.host_tensors import HostTensors
 
 
-def _linear_runtime(config: ModelConfig) -> LinearRuntime:
+def linear_runtime(config: ModelConfig) -> LinearRuntime:
     """The native linear layers' threads, as many as PyTorch has, and scratch for the widest input."""
     return LinearRuntime.new(
         max(
-            config.hidden_size,
+            2 * config.hidden_size,  # eh_proj of a multi-token-prediction layer
             config.intermediate_size,
             config.shared.intermediate_size if config.shared else 0,
             *(shape.max_in_features for shape in config.attention),
@@ -161,7 +161,7 @@ class CausalLM:
     ) -> None:
         self.config, self.dtype, self.max_tokens = config, dtype, max_tokens
         vocabulary = (config.vocab_size, config.hidden_size)
-        runtime = _linear_runtime(config) if dtype == torch.float32 else None
+        self.runtime = runtime = linear_runtime(config) if dtype == torch.float32 else None
         # As it is stored: of each token one row is read, and converted then.
         self.embedding = load_tensor(tensors, "model.embed_tokens.weight", vocabulary, None)
         self.layers = [
@@ -180,9 +180,17 @@ class CausalLM:
             result: for each layer the tensors that its attention keeps, each [max_tokens, width]
         """
         return [
-            tuple(torch.empty(max_tokens, width, dtype=self.dtype) for width in shape.cache_widths)
-            for shape in self.config.attention
+            new_layer_cache(shape.cache_widths, max_tokens, self.dtype) for shape in self.config.attention
         ]
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The embeddings of tokens: [T] int64 to [T, H]."""
+        return F.embedding(token_ids, self.embedding).to(self.dtype)
+
+    def step_context(self, sequences: Sequence[SequenceStep]) -> StepContext:
+        """What the layers share of a step: the contexts, and the rotations of their tokens' positions."""
+        positions = torch.cat([torch.arange(each.start, each.stop) for each in sequences])
+        return StepContext(sequences, *self.rotary.rows(positions))
 
     @torch.inference_mode()
     def forward(
@@ -201,9 +209,7 @@ class CausalLM:
         Raises:
             WorkerLostError: A worker went away, or did not answer in time; the step may be repeated.
         """
-        positions = torch.cat([torch.arange(each.start, each.stop) for each in sequences])
-        step = StepContext(sequences, *self.rotary.rows(positions))
-        hidden = F.embedding(token_ids, self.embedding).to(self.dtype)
+        step, hidden = self.step_context(sequences), self.embed(token_ids)
         for layer, cache in zip(self.layers, kv_cache, strict=True):
             hidden = layer(hidden, step, cache)
         return self.norm(hidden)
