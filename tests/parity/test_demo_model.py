@@ -19,6 +19,7 @@ from support.reference import load_reference, reference_greedy, reference_logits
 # Where the border of a selection is nearer than this to a tie, float32 rounding decides it.
 UNDECIDED = 1e-6
 EOS = 1
+FIRST = "What was my first question?"
 
 
 @pytest.fixture(scope="module")
@@ -109,3 +110,45 @@ def test_an_interleaved_indexer_is_rejected(
     monkeypatch.setattr(indexer, "rotate_half_split", rotate_interleaved)
     logits = all_logits(build_model(demo_folder), tokens, len(tokens))
     assert difference(logits, reference_logits(reference, tokens)) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "is_found"),
+    # The model was trained at up to 1024 tokens, and finds nothing behind them: neither here nor in the
+    # reference, which must then be equally lost.
+    [
+        (500, True),
+        pytest.param(1000, True, marks=pytest.mark.slow),
+        pytest.param(1500, False, marks=pytest.mark.slow),
+        pytest.param(3000, False, marks=pytest.mark.slow),
+    ],
+)
+def test_the_first_question_is_found_as_far_back_as_the_reference_finds_it(
+    num_tokens: int,
+    is_found: bool,
+    reference: DeepseekV32ForCausalLM,
+    tokenizer: Tokenizer,
+    demo_folder: Path,
+) -> None:
+    """Prefilled in steps of 256. The reference judges the reply: token by token its likeliest."""
+    questions = load_questions()[60:]
+    asked: list[dict[str, str]] = []
+    prompt: list[int] = []
+    for question in questions:
+        asked.append({"role": "user", "content": question.question})
+        asked.append({"role": "assistant", "content": question.answer})
+        prompt = tokenizer.apply_chat_template([*asked, {"role": "user", "content": FIRST}])
+        if len(prompt) >= num_tokens:
+            break
+    assert num_tokens <= len(prompt) < num_tokens + 300
+    engine = Engine(
+        build_model(demo_folder, max_tokens=4096),
+        max_model_len=4096,
+        max_step_tokens=256,
+        cache_tokens=4096,
+        eos_token_ids=frozenset({EOS}),
+    )
+    reply = greedy(engine, prompt, 24, ignore_eos=False)
+    logits = reference_logits(reference, prompt + reply[:-1])[len(prompt) - 1 :]
+    assert reply == logits.argmax(-1).tolist()
+    assert (tokenizer.decode(reply) == questions[0].question) == is_found

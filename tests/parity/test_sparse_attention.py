@@ -267,7 +267,7 @@ LONG = families.deepseek_v32(
 
 
 def test_logits_after_2600_tokens_equal_the_reference(tmp_path: Any) -> None:
-    """Prefilled in chunks here, at once in transformers."""
+    """Prefilled in chunks by both; transformers keeps index keys of its own."""
     case = families.make_case(tmp_path, LONG, num_tokens=2600)
     model = build_model(case.folder, max_tokens=4096)
     logits = all_logits(model, case.token_ids, 200)

@@ -16,10 +16,13 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from transformers import DeepseekV32ForCausalLM, PreTrainedModel
+from transformers import DeepseekV32ForCausalLM, DynamicCache, PreTrainedModel
 
 from duckllm.text.quiet import quiet_transformers
 from support.checkpoints import dequantise
+
+# Steps that keep the reference's masks and expanded keys small.
+STEP_TOKENS = 320
 
 
 def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
@@ -85,9 +88,12 @@ def ties_by_position() -> Iterator[None]:
 
 @torch.inference_mode()
 def reference_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
-    """Logits at every position, [T, V]."""
+    """Logits at every position, [T, V]; of long contexts in steps through the reference's own cache."""
+    chunks = torch.tensor([token_ids]).split(STEP_TOKENS, dim=1)
+    cache = DynamicCache(config=model.config) if len(chunks) > 1 else None
     with ties_by_position():
-        return model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
+        steps = [model(input_ids=chunk, cache=cache, use_cache=cache is not None) for chunk in chunks]
+    return torch.cat([step.logits[0] for step in steps])
 
 
 @torch.inference_mode()
