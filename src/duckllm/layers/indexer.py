@@ -7,8 +7,8 @@ context is no longer than ``index_topk`` every token is, and no score is compute
 The published model rotates queries and keys by a Hadamard matrix before it rounds them to FP8. That matrix is
 orthogonal, so it leaves every product as it was; without the rounding it has no effect and is left out
 (tests/layers/test_indexer.py). Scores are in float32 here. The rounding would replace about 2 % of the
-selected tokens: 2.0 % with a scale for each vector, 2.3 % with scales that are powers of two, 2.1 % without the
-rotation (demo model, 2000 tokens, benchmarks/offline/index_fp8.py).
+selected tokens: 2.0 % with a scale for each vector, 2.3 % with scales that are powers of two, 2.1 % without
+the rotation (demo model, 2000 tokens, benchmarks/offline/index_fp8.py).
 """
 
 from __future__ import annotations
