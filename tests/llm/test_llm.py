@@ -100,6 +100,26 @@ def test_a_reply_cut_inside_a_character_shows_that(llm: LLM, monkeypatch: pytest
     assert output.text == "\N{REPLACEMENT CHARACTER}"
 
 
+@pytest.mark.parametrize("prompt", ["Is 1001", "<|bos|>Is 1001", "<|bos|><|bos|>Is 1001"])
+def test_a_raw_prompt_begins_with_bos_once(llm: LLM, prompt: str) -> None:
+    [output] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1))
+    bos = llm.tokenizer.bos_token_id
+    assert output.prompt_token_ids[0] == bos
+    assert list(output.prompt_token_ids).count(bos) == 1
+    assert llm.tokenizer.decode(output.prompt_token_ids) == "Is 1001"
+
+
+def test_an_id_that_no_token_has_gives_no_text(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = llm.tokenizer._token
+    monkeypatch.setattr(
+        llm.tokenizer, "_token", lambda token_id: None if token_id == 300 else token(token_id)
+    )
+    params = SamplingParams(temperature=0, max_tokens=3, logit_bias={300: 100})
+    [output] = llm.chat(DUCK, params)
+    assert output.outputs[0].token_ids == (300, 300, 300)
+    assert output.outputs[0].text == ""
+
+
 def test_streams_may_take_turns_and_be_left(llm: LLM) -> None:
     duck, prime = llm.stream(DUCK, GREEDY), llm.stream(PRIME, GREEDY)
     pairs = [(next(duck).text, next(prime).text) for _ in range(10)]

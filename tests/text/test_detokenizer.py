@@ -143,10 +143,10 @@ def test_an_added_token_breaks_a_character_and_is_whole_itself(byte_level_added:
 
 @settings(max_examples=200, deadline=None)
 @given(ids=st.lists(st.integers(0, 20) | st.integers(0, 8191), max_size=30))
-def test_special_tokens_are_streamed_where_they_are_asked_for(byte_level: Tokenizer, ids: list[int]) -> None:
-    detokenizer = StreamingDetokenizer(byte_level, skip_special_tokens=False)
+def test_special_tokens_are_streamed_where_they_are_asked_for(tokenizer: Tokenizer, ids: list[int]) -> None:
+    detokenizer = StreamingDetokenizer(tokenizer, skip_special_tokens=False)
     deltas = [detokenizer.push(token_id) for token_id in ids]
-    assert "".join(deltas) + detokenizer.flush() == byte_level.decode(ids, skip_special_tokens=False)
+    assert "".join(deltas) + detokenizer.flush() == tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:

@@ -116,51 +116,6 @@ def test_spaces_before_punctuation_survive_whatever_the_folder_says(copy: Path) 
     assert tokenizer.decode(tokenizer.encode("a , b . don 't")) == "a , b . don 't"
 
 
-TEMPLATES = {
-    # What the families' own templates use, in miniature.
-    "namespace": (
-        "{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}"
-        "{% set ns.system = m.content %}{% endif %}{% endfor %}[{{ ns.system }}]"
-        "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}",
-        "[Be brief.]<user>A duck?<assistant>A bird.<user>And a swan?",
-    ),
-    "loop controls": (
-        "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content }};"
-        "{% if loop.index > 2 %}{% break %}{% endif %}{% endfor %}",
-        "A duck?;A bird.;",
-    ),
-    "tojson and filters": (
-        "{{ messages[0] | tojson }}{{ messages[1].content | trim | upper }}{{ messages[-1]['content'][:3] }}",
-        '{"role": "system", "content": "Be brief."}A DUCK?And',
-    ),
-    "generation": (
-        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-        "{% endgeneration %}{% endif %}{% endfor %}{% if add_generation_prompt %}>{% endif %}",
-        "A bird.>",
-    ),
-    "macros and tests": (
-        "{% macro show(m) -%}({{ m.role }}){%- endmacro %}{% if tools is defined and tools %}!{% endif %}"
-        "{% for m in messages %}{% if m.content is string %}{{ show(m) }}{% endif %}{% endfor %}",
-        "(system)(user)(assistant)(user)",
-    ),
-    "the date": ("{{ strftime_now('%Y') | length }}", "4"),
-}
-
-
-@pytest.mark.parametrize("name", list(TEMPLATES))
-def test_templates_may_use_what_families_use(copy: Path, name: str) -> None:
-    template, expected = TEMPLATES[name]
-    edit(copy / "tokenizer_config.json", chat_template=template)
-    conversation = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "A duck?"},
-        {"role": "assistant", "content": "A bird."},
-        {"role": "user", "content": "And a swan?"},
-    ]
-    tokenizer = Tokenizer(copy)
-    assert tokenizer.decode(tokenizer.apply_chat_template(conversation)) == expected
-
-
 def test_a_missing_template_is_said_when_it_is_needed(copy: Path) -> None:
     edit(copy / "tokenizer_config.json", chat_template=None)
     tokenizer = Tokenizer(copy)

@@ -151,8 +151,6 @@ def build_tokenizer(path: Path, tokenizer_config: Mapping[str, Any], model_type:
             )
     named = {field: _spelling(tokenizer_config.get(field)) for field in _NAMED_TOKENS}
     options: dict[str, Any] = {field: text for field, text in named.items() if text is not None}
-    if "add_bos_token" in tokenizer_config:
-        options["add_bos_token"] = tokenizer_config["add_bos_token"]
     return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
 
 

@@ -58,7 +58,11 @@ class Tokenizer:
             if self._byte_level
         }
         self.max_token_id: int = max(self._inner.get_vocab().values())
-        self._adds_bos = self.bos_token_id is not None and self._inner.encode("a")[:1] == [self.bos_token_id]
+        self._adds_bos = self.bos_token_id is not None and (
+            self._inner.encode("a")[:1] == [self.bos_token_id]
+            # Where there is a tokenizer.json, transformers no longer reads this.
+            or read_json_object(self.folder / "tokenizer_config.json").get("add_bos_token") is True
+        )
         self._template_begins_with_bos = self._probe_template()
 
     @property
