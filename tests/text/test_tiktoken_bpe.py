@@ -83,12 +83,19 @@ def reference(tokens: list[bytes], pattern: str, special: dict[str, int]) -> tik
     return tiktoken.Encoding("reference", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 
+def kimi_special(first: int) -> dict[str, int]:
+    reserved = {number: f"<|reserved_token_{first + number}|>" for number in range(256)}
+    return {text: first + number for number, text in sorted((reserved | KIMI_TOKENS).items())}
+
+
+def qwen_special(first: int) -> dict[str, int]:
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{number}|>" for number in range(205))]
+    return {text: first + number for number, text in enumerate(names)}
+
+
 @pytest.fixture(scope="module")
 def kimi_reference(tokens: list[bytes]) -> tiktoken.Encoding:
-    names = {number: f"<|reserved_token_{len(tokens) + number}|>" for number in range(256)} | KIMI_TOKENS
-    return reference(
-        tokens, KIMI_PATTERN, {text: len(tokens) + number for number, text in sorted(names.items())}
-    )
+    return reference(tokens, KIMI_PATTERN, kimi_special(len(tokens)))
 
 
 def write_qwen(folder: Path, tokens: list[bytes]) -> Path:
@@ -106,8 +113,7 @@ def qwen(tokens: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> Token
 
 @pytest.fixture(scope="module")
 def qwen_reference(tokens: list[bytes]) -> tiktoken.Encoding:
-    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{number}|>" for number in range(205))]
-    return reference(tokens, QWEN_PATTERN, {text: len(tokens) + number for number, text in enumerate(names)})
+    return reference(tokens, QWEN_PATTERN, qwen_special(len(tokens)))
 
 
 @settings(max_examples=400, deadline=None)
@@ -115,8 +121,8 @@ def qwen_reference(tokens: list[bytes]) -> tiktoken.Encoding:
 def test_kimis_ids_are_those_of_tiktoken(
     kimi: Tokenizer, kimi_reference: tiktoken.Encoding, text: str
 ) -> None:
-    ids = kimi_reference.encode("x" + text, allowed_special="all")  # x: leading [BOS]s would become one
-    assert kimi.encode("x" + text) == ids
+    ids = kimi_reference.encode("x duckling" + text, allowed_special="all")  # leading [BOS]s would become one
+    assert kimi.encode("x duckling" + text) == ids
     for token_id in ids:
         assert kimi.token_bytes(token_id) == kimi_reference.decode_single_token_bytes(token_id)
 
@@ -130,20 +136,53 @@ def test_qwens_ids_are_those_of_tiktoken(
     assert qwen.encode(text) == qwen_reference.encode(composed, allowed_special="all")
 
 
-@pytest.mark.parametrize("name", ["kimi", "qwen"])
-def test_every_character_is_cut_as_tiktoken_cuts_it(name: str, request: pytest.FixtureRequest) -> None:
+@pytest.fixture(scope="module")
+def straddling() -> list[bytes]:
+    """Ranks that show each cut: the end of a character and the beginning of the next are one, if not cut."""
+    some = [byte for byte in b"aADKkcs1S'. \n\r"]
+    continuation, leading = range(0x80, 0xC0), range(0xC2, 0xF5)
+    pairs = [bytes([end, start]) for end in [*continuation, *some] for start in leading]
+    pairs += [bytes([end, start]) for end in [*continuation, *some] for start in some]
+    return [bytes([byte]) for byte in range(256)] + pairs
+
+
+@pytest.fixture(scope="module", params=["kimi", "qwen"])
+def cutting(
+    request: pytest.FixtureRequest, straddling: list[bytes], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenizer, tiktoken.Encoding, bool]:
+    """A tokenizer of these ranks, its reference, and whether it composes characters."""
+    is_kimi = request.param == "kimi"
+    write, pattern = (write_kimi, KIMI_PATTERN) if is_kimi else (write_qwen, QWEN_PATTERN)
+    special = (kimi_special if is_kimi else qwen_special)(len(straddling))
+    tokenizer = Tokenizer(write(tmp_path_factory.mktemp("cutting"), straddling))
+    return tokenizer, reference(straddling, pattern, special), not is_kimi
+
+
+def check_cuts(cutting: tuple[Tokenizer, tiktoken.Encoding, bool], text: str) -> None:
+    tokenizer, encoding, composes = cutting
+    composed = unicodedata.normalize("NFC", text) if composes else text
+    # x: leading [BOS]s would become one.
+    assert tokenizer.encode("x" + text) == encoding.encode("x" + composed, allowed_special="all")
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=TEXTS)
+def test_texts_are_cut_as_tiktoken_cuts_them(
+    cutting: tuple[Tokenizer, tiktoken.Encoding, bool], text: str
+) -> None:
+    check_cuts(cutting, text)
+
+
+def test_every_character_is_cut_as_tiktoken_cuts_it(
+    cutting: tuple[Tokenizer, tiktoken.Encoding, bool],
+) -> None:
     """Those that Unicode 3.2 had: neither library's tables are older, and later ones may differ."""
-    tokenizer: Tokenizer = request.getfixturevalue(name)
-    encoding: tiktoken.Encoding = request.getfixturevalue(f"{name}_reference")
     old = unicodedata.ucd_3_2_0
     # Of the long runs of Han and Hangul, a few.
     codes = [*range(0x3500), *range(0x3500, 0xD800, 97), *range(0xF900, 0x20000)]
     chars = [chr(code) for code in codes if old.category(chr(code)) not in ("Cn", "Cs", "Co")]
     for start in range(0, len(chars), 2000):
-        text = " ".join(f"a{char}A{char}{char}'s1" for char in chars[start : start + 2000])
-        if name == "qwen":
-            text = unicodedata.normalize("NFC", text)
-        assert tokenizer.encode(text) == encoding.encode(text)
+        check_cuts(cutting, " ".join(f"a{char}A{char}{char}'s1" for char in chars[start : start + 2000]))
 
 
 def test_any_ranks_merge_as_in_tiktoken(tmp_path: Path) -> None:
