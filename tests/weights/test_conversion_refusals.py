@@ -315,3 +315,12 @@ def test_a_destination_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DuckError, match=r"dst: got .*file/dst"):
         convert(tmp_path / "src", tmp_path / "file" / "dst")
+
+
+def test_a_model_without_routed_experts_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "src")
+    (tmp_path / "src" / "config.json").write_text(
+        json.dumps(config(first_k_dense_replace=3, num_nextn_predict_layers=0))
+    )
+    with pytest.raises(UnsupportedModelError, match="got 3 layers without routed experts, expected some"):
+        convert(tmp_path / "src", tmp_path / "dst")

@@ -28,7 +28,7 @@ def layout_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> M
     """The layout of a checkpoint.
 
     Raises:
-        UnsupportedModelError: The architecture is not supported.
+        UnsupportedModelError: The architecture is not supported, or no layer has routed experts.
         CheckpointError: A field of config.json is missing or wrong.
     """
     names = config.get("architectures")
@@ -38,4 +38,9 @@ def layout_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> M
         supported = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedModelError(f"config.json: architectures: got {name!r}, expected one of: {supported}")
     check_bounds(config)
-    return builder(config, tensors)
+    layout = builder(config, tensors)
+    if not layout.moe_layers:
+        raise UnsupportedModelError(
+            f"config.json: got {layout.num_layers} layers without routed experts, expected some with them"
+        )
+    return layout
