@@ -17,6 +17,7 @@ PREFILLS = ("f32", "bf16")  # csrc/kernels/experts.h says what each computes
 FORMAT_CHOICES = ("auto", *WEIGHT_FORMATS)
 MAX_WORKERS = 1024
 MAX_THREADS = 1024
+MAX_STEP_TOKENS = 65536
 MAX_TIMEOUT_S = 1_000_000
 
 
@@ -64,7 +65,7 @@ class ClusterConfig:
             ("workers", 1, MAX_WORKERS),
             ("threads_per_worker", 0, MAX_THREADS),
             ("spin_us", -1, 1_000_000),
-            ("max_step_tokens", 1, 65536),
+            ("max_step_tokens", 1, MAX_STEP_TOKENS),
         ):
             value = getattr(self, field)
             if type(value) is not int or not least <= value <= most:

@@ -240,3 +240,22 @@ def test_a_context_must_fit_the_model_and_the_memory(
 
 def test_this_machine_has_some_memory() -> None:
     assert 1 << 24 < kv_cache.total_memory_bytes() == psutil.virtual_memory().total
+
+
+def test_the_cache_holds_a_whole_context_and_no_more_than_memory(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_bytes = model.config.cache_elements_per_token * 4
+    monkeypatch.setattr(kv_cache, "total_memory_bytes", lambda: 100 * token_bytes)
+    monkeypatch.setattr(kv_cache, "DEFAULT_BUDGET_BYTES", 60 * token_bytes)
+    assert kv_cache.resolve_cache_tokens(None, 40, model.config) == 60
+    assert kv_cache.resolve_cache_tokens(None, 61, model.config) == 64
+    assert kv_cache.resolve_cache_tokens(50 * token_bytes, 40, model.config) == 50
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_bytes: got 1, expected at least \d+, for one context of 40"
+    ):
+        kv_cache.resolve_cache_tokens(1, 40, model.config)
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_bytes: got \d+, expected at most \d+, this machine's memory"
+    ):
+        kv_cache.resolve_cache_tokens(101 * token_bytes, 40, model.config)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
+import pytest
 import torch
 
 from duckllm.engine.kv_cache import PAGE_TOKENS, KvCache
@@ -108,3 +112,41 @@ def test_a_removed_request_leaves_its_pages_behind() -> None:
     assert scheduler.kv_cache.num_available_pages == 100
     scheduler.add(request)
     assert compute(scheduler) == [("a", 2 * PAGE_TOKENS, 2 * PAGE_TOKENS + 4)]
+
+
+@pytest.mark.parametrize("method", ["open", "reserve", "seal", "close"])
+@pytest.mark.parametrize("line", range(1, 12))
+def test_an_interruption_of_the_bookkeeping_costs_only_time(method: str, line: int) -> None:
+    """Interrupted at any line of the cache's own code, everything is scheduled anew and nothing leaks."""
+    scheduler = make_scheduler(pages=6, step=100)
+    requests = [make_request(name, 2 * PAGE_TOKENS + 1, first=500 * n) for n, name in enumerate("abc")]
+    for request in requests:
+        scheduler.add(request)
+    code = getattr(KvCache, method).__code__
+    left = line
+
+    def trace(frame: FrameType, event: str, _argument: object) -> object:
+        nonlocal left
+        if event == "line" and frame.f_code is code:
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for _ in range(4):
+            compute(scheduler)
+        scheduler.remove(requests[0])
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    for request in requests:  # as whoever runs a request does before each step
+        scheduler.add(request)
+    for request in requests:
+        while len(request.token_ids) < 2 * PAGE_TOKENS + 8:
+            compute(scheduler)
+        scheduler.remove(request)
+    assert scheduler.kv_cache.num_available_pages == 6

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +205,20 @@ def test_a_deeply_nested_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[" * 200_000)
     with pytest.raises(CheckpointError, match=r"config\.json: no usable JSON \(nested too deeply\)"):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("rms_norm_eps", math.nan), ("rms_norm_eps", -1e-6), ("routed_scaling_factor", math.inf)],
+)
+def test_a_factor_that_gives_no_finite_numbers_is_refused(tmp_path: Path, field: str, value: float) -> None:
+    with pytest.raises(
+        CheckpointError, match=rf"config\.json: {field}: got {value!r}, expected a number above 0"
+    ):
+        load(tmp_path, **{field: value})
+
+
+def test_numbers_that_would_cost_memory_are_refused_at_once(tmp_path: Path) -> None:
+    for field in ("num_labels", "max_position_embeddings"):
+        with pytest.raises(CheckpointError, match=rf"config\.json: {field}: got 10{{12}}, expected at most"):
+            load(tmp_path, **{field: 10**12})

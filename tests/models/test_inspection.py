@@ -119,6 +119,9 @@ def test_what_cannot_be_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**BASE_CONFIG, "num_nextn_predict_layers": "one"}))
     with pytest.raises(CheckpointError, match=r"num_nextn_predict_layers: got 'one'"):
         inspect_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**BASE_CONFIG, "num_nextn_predict_layers": 10**9}))
+    with pytest.raises(CheckpointError, match=r"num_nextn_predict_layers: got 1000000000, expected at most"):
+        inspect_model(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from duckllm.cli.common import Waiting
-from duckllm.config import WEIGHT_FORMATS
+from duckllm.config import MAX_STEP_TOKENS, MAX_WORKERS, WEIGHT_FORMATS
 from duckllm.errors import ConfigError, InWords
 
 if TYPE_CHECKING:
@@ -62,9 +62,12 @@ def plan(
     sizes = _parse_memory(memory)
     if len(sizes) > 1 and workers not in (None, len(sizes)):
         raise ConfigError("workers", workers, f"{len(sizes)}, as memory lists as many nodes")
-    for field, value in (("workers", workers), ("max_step_tokens", max_step_tokens)):
-        if value is not None and value < 1:
-            raise ConfigError(field, value, "a number of at least 1")
+    for field, value, most in (
+        ("workers", workers, MAX_WORKERS),
+        ("max_step_tokens", max_step_tokens, MAX_STEP_TOKENS),
+    ):
+        if value is not None and not 1 <= value <= most:
+            raise ConfigError(field, value, f"a number from 1 to {most}")
     with Waiting(f"Reading {model or 'the demo model'}"):
         found = inspect_model(find_model(model, whole=False).folder)
     chosen = _parse_format(weight_format, found.weight_format)

@@ -118,8 +118,7 @@ class Engine:
         logits = iter(self.model.compute_logits(hidden[last_rows]) if last_rows else ())
         for each, end in zip(scheduled, ends, strict=True):
             request = each.request
-            request.num_computed_tokens = each.stop
-            self.kv_cache.seal(each.table, request.token_ids, each.stop)
+            self.scheduler.finish(each)
             if end:
                 request.advance(next(logits))
             if request.finish_reason is not None:

@@ -67,6 +67,10 @@ def resolve_cache_tokens(
             asked_bytes,
             f"at least {least_bytes}, for one context of {max_model_len} tokens",
         )
+    if asked_bytes > total_memory_bytes():
+        raise ConfigError(
+            "kv_cache_bytes", asked_bytes, f"at most {total_memory_bytes()}, this machine's memory"
+        )
     return asked_bytes // token_bytes
 
 
@@ -104,6 +108,10 @@ class KvCache:
     def __init__(self, model: CausalLM, max_tokens: int) -> None:
         self.num_pages = max_tokens // PAGE_TOKENS
         self.tensors = model.new_kv_cache(self.num_pages * PAGE_TOKENS)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything; tables that were open are void."""
         self._users = np.zeros(self.num_pages, np.int32)
         self._is_free = np.ones(self.num_pages, bool)
         self._num_free = self.num_pages

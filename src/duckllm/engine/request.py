@@ -9,7 +9,7 @@ import torch
 
 from duckllm.engine.logprobs import token_logprobs
 from duckllm.engine.sampler import Sampler
-from duckllm.errors import ConfigError, PromptTooLongError, RequestError
+from duckllm.errors import ConfigError, PromptTooLongError, RequestError, show_value
 from duckllm.outputs import CompletionOutput, Logprob, RequestMetrics, StreamOutput
 from duckllm.sampling_params import SamplingParams
 from duckllm.text.reply_text import ReplyText
@@ -55,7 +55,8 @@ class Request:
             raise RequestError("prompt: got no tokens, expected at least 1")
         for token_id in prompt_token_ids:
             if not 0 <= token_id < vocab_size:
-                raise RequestError(f"prompt: got token {token_id}, expected 0 to {vocab_size - 1}")
+                got = show_value(token_id)
+                raise RequestError(f"prompt: got token {got}, expected 0 to {vocab_size - 1}")
         if len(prompt_token_ids) >= max_model_len:
             raise PromptTooLongError(len(prompt_token_ids), max_model_len - 1)
         self.request_id, self.index, self.params = request_id, index, params

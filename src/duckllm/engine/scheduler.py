@@ -8,6 +8,8 @@ them wait for one step's worth of it, never for all. What room is left goes to p
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from duckllm.engine.kv_cache import KvCache, PageTable
@@ -43,9 +45,28 @@ class Scheduler:
         self.max_step_tokens, self.max_num_seqs = max_step_tokens, max_num_seqs
         self._waiting: deque[Request] = deque()
         self._running: dict[Request, PageTable] = {}  # in the order they came
+        self._is_changing = False
 
     def __contains__(self, request: Request) -> bool:
         return request in self._running or request in self._waiting
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Around every change of who has which pages.
+
+        An exception inside, KeyboardInterrupt among them, may leave requests and pages at odds. Then the next
+        change begins with an empty cache, and every request is computed anew.
+        """
+        if self._is_changing:
+            self.kv_cache.clear()
+            for request in self._running:
+                request.num_computed_tokens = 0
+            running = [request for request in self._running if request not in self._waiting]
+            self._waiting.extendleft(reversed(running))
+            self._running.clear()
+        self._is_changing = True
+        yield
+        self._is_changing = False
 
     def add(self, request: Request) -> None:
         """Takes a request in, unless it is there; it is computed when it is its turn."""
@@ -54,6 +75,17 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Lets go of a request and of its pages; harmless where it is not there."""
+        if request in self:
+            with self.changing():
+                self._remove(request)
+
+    def finish(self, scheduled: Scheduled) -> None:
+        """Notes that the model has computed what was scheduled."""
+        with self.changing():
+            scheduled.request.num_computed_tokens = scheduled.stop
+            self.kv_cache.seal(scheduled.table, scheduled.request.token_ids, scheduled.stop)
+
+    def _remove(self, request: Request) -> None:
         table = self._running.pop(request, None)
         if table is not None:
             self.kv_cache.close(table)
@@ -63,6 +95,10 @@ class Scheduler:
 
     def schedule(self) -> list[Scheduled]:
         """The next step, empty where nobody waits. One that was not computed is asked for again."""
+        with self.changing():
+            return self._schedule()
+
+    def _schedule(self) -> list[Scheduled]:
         step: list[Scheduled] = []
         budget = self.max_step_tokens
         preempted = False
@@ -94,7 +130,7 @@ class Scheduler:
         while not self.kv_cache.reserve(wanted.table, wanted.stop):
             nobody_lost = False
             last = next(other for other in reversed(self._running) if other not in taken)
-            self.remove(last)
+            self._remove(last)
             self._waiting.appendleft(last)
             if last is wanted.request:
                 break

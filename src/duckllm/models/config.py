@@ -119,9 +119,21 @@ def read_config(folder: Path, parser: str, parse: Callable[[Any], ModelConfig]) 
         except (*_UNREADABLE, OSError, StrictDataclassError) as error:
             raise _unreadable(error, f"{Path(folder) / 'config.json'}") from error
         try:
-            return parse(parsed)
+            config = parse(parsed)
+            _check_numbers(config)
+            return config
         except _UNREADABLE as error:
             raise _unreadable(error) from error
+
+
+def _check_numbers(config: ModelConfig) -> None:
+    """Refuses factors that no model has, which give no finite logits."""
+    for field, value in (
+        ("rms_norm_eps", config.rms_norm_eps),
+        ("routed_scaling_factor", getattr(config.routing, "scaling_factor", 1.0)),
+    ):
+        if not 0 < value < 1e6:
+            raise CheckpointError(f"config.json: {field}: got {value!r}, expected a number above 0")
 
 
 def _unreadable(error: BaseException, name: str = "config.json") -> CheckpointError:

@@ -19,7 +19,7 @@ from duckllm.weights.checkpoint import FP8, Checkpoint, load_json, read_quantisa
 from duckllm.weights.e4m3 import scale_shape
 from duckllm.weights.files import model_errors
 from duckllm.weights.formats import num_stripes, unit_bytes
-from duckllm.weights.layout import ConfigReader, ModelLayout
+from duckllm.weights.layout import ConfigReader, ModelLayout, check_bounds
 from duckllm.weights.manifest import MANIFEST_FILE, Manifest
 from duckllm.weights.safetensors_file import DTYPE_BYTES, TensorInfo, read_header
 from duckllm.weights.scales import PER_CHANNEL
@@ -203,6 +203,7 @@ def _read_checkpoint(folder: Path) -> _Found:
 
 def _read_configuration(folder: Path) -> _Found:
     config = load_json(folder / "config.json")
+    check_bounds(config)
     layout = layout_of(config, _assumed_mtp(folder, config))
     quantisation = read_quantisation(folder, config)
     wide = _WIDE.get(str(config.get("dtype") or config.get("torch_dtype")), "BF16")

@@ -5,6 +5,7 @@ Made by the layouts of the families, :mod:`duckllm.weights.layout_mla` and its l
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,11 @@ MOST = {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"), 10**8),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "index_head_dim", "head_dim"), 10**8),
     **dict.fromkeys(("shared_expert_intermediate_size", "sliding_window"), 10**8),
+    **dict.fromkeys(("num_labels", "max_window_layers"), 100_000),
+    "max_position_embeddings": 10**9,
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 10**8),
 }
+_NUMBER = re.compile("[0-9]{1,9}")
 Shapes = dict[str, tuple[int, ...]]
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -74,7 +78,7 @@ class ModelLayout:
     def layer_of(name: str) -> int | None:
         """The layer that a tensor belongs to; None for embeddings, the last norm and the head."""
         parts = name.split(".")
-        if len(parts) > 3 and parts[:2] == ["model", "layers"] and parts[2].isdecimal():
+        if len(parts) > 3 and parts[:2] == ["model", "layers"] and _NUMBER.fullmatch(parts[2]):
             return int(parts[2])
         return None
 
