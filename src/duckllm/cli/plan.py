@@ -149,9 +149,11 @@ def facts_of(path: str, plan: ClusterPlan) -> dict[str, Any]:
 
 def describe(facts: dict[str, Any]) -> str:
     """The plan for people: equal rows are one."""
+    count = len(facts["workers"])
     lines = [
         f"{facts['model']}: experts in {facts['format']}, {facts['expert_bytes_per_token'] / 1e9:.2f} GB of "
-        f"them read for each token, over {len(facts['workers'])} nodes",
+        f"them read for each token, over {count} {'node' if count == 1 else 'nodes'}; "
+        "each node's system keeps 1 GiB of its memory",
         "",
         f"{'worker':<12}{'stripes':>10}{'weights':>12}{'buffers':>12}{'need':>12}{'have':>12}",
     ]
@@ -173,6 +175,7 @@ def describe(facts: dict[str, Any]) -> str:
     lines += [
         "",
         f"host: {host['need_bytes'] / _GIB:.2f} GiB: {host['weight_bytes'] / _GIB:.2f} GiB of weights, "
-        f"{host['kv_cache_bytes'] / _GIB:.2f} GiB of KV cache for {facts['max_model_len']} tokens",
+        f"{host['kv_cache_bytes'] / _GIB:.2f} GiB of KV cache for {facts['max_model_len']} tokens, "
+        "the process itself",
     ]
     return "\n".join(lines)
