@@ -230,7 +230,7 @@ def kept_by_loops(logits: list[float], params: SamplingParams) -> dict[int, floa
         ordered = ordered[: params.top_k]
     found, total, kept = shares(ordered), 0.0, []
     for token in ordered:
-        if total < params.top_p:
+        if params.top_p == 1 or total < params.top_p:  # else rounding may lose the last ones
             kept.append(token)
         total += found[token]
     return shares(kept)
