@@ -119,7 +119,6 @@ def test_an_interleaved_indexer_is_rejected(
     [
         (500, True),
         pytest.param(1000, True, marks=pytest.mark.slow),
-        pytest.param(1500, False, marks=pytest.mark.slow),
         pytest.param(3000, False, marks=pytest.mark.slow),
     ],
 )
