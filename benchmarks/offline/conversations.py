@@ -26,6 +26,7 @@ import time
 from duckllm import LLM, SamplingParams
 from duckllm.bench.machine import commit, cpu_name
 from duckllm.config import available_cores
+from duckllm.engine.kv_cache import KvCache
 from duckllm.weights.resolve import resolve_model
 
 BATCHES = (1, 8, 64)
@@ -56,27 +57,26 @@ def questions(count: int, start: int = 0) -> list[str]:
     ]
 
 
-def forget(llm: LLM) -> None:
-    """Empties the KV cache as a new process has it."""
-    cache = llm._engine.kv_cache
-    llm._engine.kv_cache = llm._engine.scheduler.kv_cache = type(cache)(
-        llm._engine.model, cache.num_pages * 16
-    )
+def use(llm: LLM, cache: KvCache) -> KvCache:
+    """Computes with this KV cache from now on; the one before it. No request may be under way."""
+    before = llm._engine.kv_cache
+    llm._engine.kv_cache = llm._engine.scheduler.kv_cache = cache
+    return before
 
 
 def verify(llm: LLM, params: SamplingParams) -> None:
     prompts = [[user(text)] for text in questions(8)]
     alone = []
     for prompt in prompts:
-        forget(llm)
+        llm._engine.kv_cache.clear()
         alone.append(llm.chat(prompt, params)[0].outputs[0].token_ids)
-    forget(llm)
+    llm._engine.kv_cache.clear()
     if [output.outputs[0].token_ids for output in llm.chat(prompts, params)] != alone:
         raise SystemExit("requests computed together give other tokens than alone: nothing measured")
 
 
 def batch_tokens_per_s(llm: LLM, batch: int, params: SamplingParams) -> float:
-    forget(llm)
+    llm._engine.kv_cache.clear()
     start = time.perf_counter()
     outputs = llm.chat([[user(text)] for text in questions(batch)], params)
     seconds = time.perf_counter() - start
@@ -87,14 +87,15 @@ def conversation(llm: LLM, turns: int, params: SamplingParams) -> list[tuple[int
     """Of each turn: tokens of the prompt, and seconds to the first token with and without what was kept."""
     messages: list[dict[str, str]] = []
     figures = []
-    forget(llm)
-    kept = llm._engine.kv_cache
+    llm._engine.kv_cache.clear()
+    other = KvCache(llm._engine.model, llm.max_model_len)
     for text in questions(turns):
         messages.append(user(text))
         output = llm.chat(messages, params)[0]
-        forget(llm)
+        other.clear()
+        kept = use(llm, other)
         anew = llm.chat(messages, params)[0]
-        llm._engine.kv_cache = llm._engine.scheduler.kv_cache = kept
+        use(llm, kept)
         if anew.outputs[0].token_ids != output.outputs[0].token_ids:
             raise SystemExit("a turn from the cache gives other tokens than one without: nothing measured")
         first, first_anew = output.metrics.time_to_first_token_s, anew.metrics.time_to_first_token_s

@@ -106,6 +106,11 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def total_memory_bytes() -> int:
+    """Bytes of memory that this machine has in all."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def threads_in_words(count: int) -> str:
     """``"1 thread"``, ``"2 threads"``."""
     return f"{count} thread" if count == 1 else f"{count} threads"

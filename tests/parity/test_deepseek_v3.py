@@ -11,7 +11,7 @@ from duckllm.layers import mla
 from duckllm.layers.rope import rotate_half_split, rotate_interleaved
 from duckllm.models import deepseek_v3
 from duckllm.models.registry import load_config
-from support.families import STEP_TOKENS, Case, Spec, assert_greedy, assert_logits
+from support.families import STEP_TOKENS, Case, MakeCase, Spec, assert_greedy, assert_logits
 from support.models import TOLERANCE, all_logits, build_model, difference
 
 YARN = {
@@ -101,7 +101,6 @@ SPECS = {
         KIMI_K2,
     )
 }
-MakeCase = Callable[[Spec], Case]
 
 
 @pytest.fixture(params=list(SPECS))

@@ -15,7 +15,7 @@ from duckllm.models import deepseek_v3
 from duckllm.models.causal_lm import CausalLM, MoEBlock
 from duckllm.moe.router import GroupLimitedRouter
 from support import families
-from support.families import STEP_TOKENS, Case, Spec, assert_greedy, assert_logits
+from support.families import STEP_TOKENS, Case, MakeCase, assert_greedy, assert_logits
 from support.models import TOLERANCE, all_logits, build_model, difference
 
 YARN = {
@@ -68,7 +68,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 SPECS = {name: families.deepseek_v32(name, **changes) for name, changes in CONFIGS.items()}
-MakeCase = Callable[[Spec], Case]
 
 
 @pytest.fixture(params=list(SPECS))

@@ -12,7 +12,7 @@ from duckllm.layers.rope import rotate_half_split
 from duckllm.models.causal_lm import CausalLM
 from duckllm.models.registry import load_config
 from duckllm.weights.host_tensors import HostTensors
-from support.families import STEP_TOKENS, Case, Spec, assert_greedy, assert_logits
+from support.families import STEP_TOKENS, Case, MakeCase, Spec, assert_greedy, assert_logits
 from support.models import TOLERANCE, all_logits, build_model, difference
 
 BASE: dict[str, Any] = {
@@ -81,7 +81,6 @@ SPECS = {
         ),
     )
 }
-MakeCase = Callable[[Spec], Case]
 
 
 @pytest.fixture(params=list(SPECS))

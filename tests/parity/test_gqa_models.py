@@ -18,7 +18,7 @@ from duckllm.moe.router import SoftmaxRouter
 from duckllm.weights.architectures import layout_of
 from duckllm.weights.checkpoint import Checkpoint
 from duckllm.weights.layout import PROJECTIONS
-from support.families import STEP_TOKENS, Case, Spec, assert_greedy, assert_logits
+from support.families import STEP_TOKENS, Case, MakeCase, Spec, assert_greedy, assert_logits
 from support.models import build_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
@@ -142,7 +142,6 @@ SPECS = [
     ),
 ]
 BY_NAME = {spec.name: spec for spec in SPECS}
-MakeCase = Callable[[Spec], Case]
 
 
 @pytest.fixture(params=list(BY_NAME))

@@ -8,7 +8,6 @@ index_topk largest, of equal ones to the lowest positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +20,10 @@ from duckllm.layers.step import SequenceStep
 from duckllm.models.causal_lm import CausalLM
 from parity import test_glm_moe_dsa
 from support import families
-from support.families import Case, Spec
+from support.families import Case, MakeCase
 from support.models import TOLERANCE, all_logits, build_model, difference
 from support.reference import read_checkpoint
 
-MakeCase = Callable[[Spec], Case]
 Patch = pytest.MonkeyPatch
 TOPK = 8
 SPECS = {

@@ -8,7 +8,7 @@ every block, so that converting them rounds nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,9 @@ class Case:
         """Random prompts, one of each length."""
         generator = torch.Generator().manual_seed(7)
         return [random_tokens(self.reference.config, length, generator) for length in lengths]
+
+
+MakeCase = Callable[[Spec], Case]
 
 
 def make_case(root: Path, spec: Spec, num_tokens: int = NUM_TOKENS) -> Case:

@@ -111,7 +111,7 @@ def test_the_limit_is_a_quarter_of_the_memory(monkeypatch: pytest.MonkeyPatch) -
     plan = plan_of(7168, 2048, 8, 128, max_step_tokens=256)
     need = [scratch_bytes(plan, tokens, 2) for tokens in (100, 101)]
     assert need[0] < need[1]
-    monkeypatch.setattr(scratch, "memory_bytes", lambda: 4 * need[1] - 4)
+    monkeypatch.setattr(scratch, "total_memory_bytes", lambda: 4 * need[1] - 4)
     with pytest.raises(ProtocolError, match=f"got 256, expected at most 100, .* at most {need[1] - 1} bytes"):
         check_scratch(plan, 2)
     check_scratch(replace(plan, max_step_tokens=100), 2)

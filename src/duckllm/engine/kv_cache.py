@@ -9,7 +9,6 @@ content until the room is needed; the one that was left longest goes first.
 from __future__ import annotations
 
 import hashlib
-import os
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from duckllm.config import total_memory_bytes
 from duckllm.errors import ConfigError
 from duckllm.layers.step import SequenceStep
 from duckllm.models.causal_lm import CausalLM
@@ -72,11 +72,6 @@ def resolve_cache_tokens(
             "kv_cache_bytes", asked_bytes, f"at most {total_memory_bytes()}, this machine's memory"
         )
     return asked_bytes // token_bytes
-
-
-def total_memory_bytes() -> int:
-    """Bytes of memory that this machine has in all."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def num_pages(num_tokens: int) -> int:

@@ -51,7 +51,7 @@ class Scheduler:
         return request in self._running or request in self._waiting
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
+    def _changing(self) -> Iterator[None]:
         """Around every change of who has which pages.
 
         An exception inside, KeyboardInterrupt among them, may leave requests and pages at odds. Then the next
@@ -76,26 +76,25 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Lets go of a request and of its pages; harmless where it is not there."""
         if request in self:
-            with self.changing():
-                self._remove(request)
+            with self._changing():
+                if request in self._running:
+                    self._let_go(request)
+                else:
+                    self._waiting.remove(request)
 
     def finish(self, scheduled: Scheduled) -> None:
         """Notes that the model has computed what was scheduled."""
-        with self.changing():
+        with self._changing():
             scheduled.request.num_computed_tokens = scheduled.stop
             self.kv_cache.seal(scheduled.table, scheduled.request.token_ids, scheduled.stop)
 
-    def _remove(self, request: Request) -> None:
-        table = self._running.pop(request, None)
-        if table is not None:
-            self.kv_cache.close(table)
-            request.num_computed_tokens = 0
-        elif request in self._waiting:
-            self._waiting.remove(request)
+    def _let_go(self, request: Request) -> None:
+        self.kv_cache.close(self._running.pop(request))
+        request.num_computed_tokens = 0
 
     def schedule(self) -> list[Scheduled]:
         """The next step, empty where nobody waits. One that was not computed is asked for again."""
-        with self.changing():
+        with self._changing():
             return self._schedule()
 
     def _schedule(self) -> list[Scheduled]:
@@ -130,7 +129,7 @@ class Scheduler:
         while not self.kv_cache.reserve(wanted.table, wanted.stop):
             nobody_lost = False
             last = next(other for other in reversed(self._running) if other not in taken)
-            self._remove(last)
+            self._let_go(last)
             self._waiting.appendleft(last)
             if last is wanted.request:
                 break

@@ -173,6 +173,42 @@ def require_only(parsed: Any, supported: Mapping[str, object]) -> None:
             raise UnsupportedModelError(f"config.json: {field}: got {got!r}, expected {value!r}")
 
 
+def common_fields(parsed: Any) -> dict[str, Any]:
+    """Fields of a :class:`ModelConfig` that every family has under the same names."""
+    return {
+        "vocab_size": parsed.vocab_size,
+        "hidden_size": parsed.hidden_size,
+        "intermediate_size": parsed.intermediate_size,
+        "rms_norm_eps": parsed.rms_norm_eps,
+        "max_position_embeddings": parsed.max_position_embeddings,
+        "tie_word_embeddings": parsed.tie_word_embeddings,
+    }
+
+
+def sigmoid_routing(parsed: Any) -> SigmoidRouting:
+    """The routing of a configuration that :func:`check_groups` has passed."""
+    return SigmoidRouting(
+        num_groups=parsed.n_group,
+        topk_group=parsed.topk_group,
+        top_k=parsed.num_experts_per_tok,
+        normalize=bool(parsed.norm_topk_prob),
+        scaling_factor=parsed.routed_scaling_factor,
+    )
+
+
+def shared_experts(parsed: Any) -> SharedExpert | None:
+    """The ``n_shared_experts`` as the one that they are together; None where there are none."""
+    size = parsed.moe_intermediate_size * (parsed.n_shared_experts or 0)
+    return SharedExpert("shared_experts", size) if size else None
+
+
+def check_softmax(parsed: Any, experts_field: str) -> None:
+    """Refuses a softmax routing in which experts cannot be chosen. Raises as :func:`require`."""
+    require_positive(parsed, (experts_field, "num_experts_per_tok"))
+    experts = getattr(parsed, experts_field)
+    require(parsed, "num_experts_per_tok", parsed.num_experts_per_tok <= experts, f"at most {experts}")
+
+
 def check_groups(parsed: Any) -> None:
     """Refuses a group-limited routing in which experts cannot be chosen. Raises as :func:`require`."""
     require_positive(parsed, ("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"))

@@ -15,15 +15,16 @@ from duckllm.layers.indexer import IndexerShape
 from duckllm.layers.mla import MLAShape
 from duckllm.models.config import (
     ModelConfig,
-    SharedExpert,
     check_groups,
     check_rope,
+    common_fields,
     require,
     require_only,
     require_positive,
     rotary_of,
+    shared_experts,
+    sigmoid_routing,
 )
-from duckllm.moe.router import SigmoidRouting
 
 PARSER = "DeepseekV3Config"
 
@@ -104,25 +105,13 @@ def mla_shape(parsed: Any, indexer: IndexerShape | None, *, rope_interleave: boo
 
 def model_config(parsed: Any, attention: Sequence[MLAShape], is_moe_layer: Sequence[bool]) -> ModelConfig:
     """The configuration, of layers with these shapes."""
-    shared_size = parsed.moe_intermediate_size * (parsed.n_shared_experts or 0)
     return ModelConfig(
-        vocab_size=parsed.vocab_size,
-        hidden_size=parsed.hidden_size,
-        intermediate_size=parsed.intermediate_size,
+        **common_fields(parsed),
         moe_intermediate_size=parsed.moe_intermediate_size,
         num_experts=parsed.n_routed_experts,
         is_moe_layer=tuple(is_moe_layer),
-        routing=SigmoidRouting(
-            num_groups=parsed.n_group,
-            topk_group=parsed.topk_group,
-            top_k=parsed.num_experts_per_tok,
-            normalize=bool(parsed.norm_topk_prob),
-            scaling_factor=parsed.routed_scaling_factor,
-        ),
-        shared=SharedExpert("shared_experts", shared_size) if shared_size else None,
-        rms_norm_eps=parsed.rms_norm_eps,
-        max_position_embeddings=parsed.max_position_embeddings,
-        tie_word_embeddings=parsed.tie_word_embeddings,
+        routing=sigmoid_routing(parsed),
+        shared=shared_experts(parsed),
         attention=tuple(attention),
         rotary=rotary_of(parsed, parsed.qk_rope_head_dim),
     )

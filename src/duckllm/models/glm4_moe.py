@@ -6,16 +6,17 @@ from typing import Any
 
 from duckllm.models.config import (
     ModelConfig,
-    SharedExpert,
     check_groups,
     check_rope,
+    common_fields,
     require,
     require_only,
     require_positive,
     rotary_of,
+    shared_experts,
+    sigmoid_routing,
 )
 from duckllm.models.gqa_config import attention_of, rotary_dim_of
-from duckllm.moe.router import SigmoidRouting
 
 PARSER = "Glm4MoeConfig"
 
@@ -25,26 +26,14 @@ _ONLY = {"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_
 def parse(parsed: Any) -> ModelConfig:
     """The configuration, from what transformers has parsed. Raises as ``read_config``."""
     _check(parsed)
-    shared_size = parsed.moe_intermediate_size * parsed.n_shared_experts
     layers = range(parsed.num_hidden_layers)
     return ModelConfig(
-        vocab_size=parsed.vocab_size,
-        hidden_size=parsed.hidden_size,
-        intermediate_size=parsed.intermediate_size,
+        **common_fields(parsed),
         moe_intermediate_size=parsed.moe_intermediate_size,
         num_experts=parsed.n_routed_experts,
         is_moe_layer=tuple(layer >= parsed.first_k_dense_replace for layer in layers),
-        routing=SigmoidRouting(
-            num_groups=parsed.n_group,
-            topk_group=parsed.topk_group,
-            top_k=parsed.num_experts_per_tok,
-            normalize=parsed.norm_topk_prob,
-            scaling_factor=parsed.routed_scaling_factor,
-        ),
-        shared=SharedExpert("shared_experts", shared_size) if shared_size else None,
-        rms_norm_eps=parsed.rms_norm_eps,
-        max_position_embeddings=parsed.max_position_embeddings,
-        tie_word_embeddings=parsed.tie_word_embeddings,
+        routing=sigmoid_routing(parsed),
+        shared=shared_experts(parsed),
         attention=attention_of(
             parsed,
             (None,) * parsed.num_hidden_layers,

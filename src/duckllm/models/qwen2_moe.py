@@ -8,6 +8,8 @@ from duckllm.models.config import (
     ModelConfig,
     SharedExpert,
     check_rope,
+    check_softmax,
+    common_fields,
     require,
     require_only,
     require_positive,
@@ -23,9 +25,7 @@ def parse(parsed: Any) -> ModelConfig:
     """The configuration, from what transformers has parsed. Raises as ``read_config``."""
     _check(parsed)
     return ModelConfig(
-        vocab_size=parsed.vocab_size,
-        hidden_size=parsed.hidden_size,
-        intermediate_size=parsed.intermediate_size,
+        **common_fields(parsed),
         moe_intermediate_size=parsed.moe_intermediate_size,
         num_experts=parsed.num_experts,
         is_moe_layer=sparse_layers(parsed),
@@ -33,9 +33,6 @@ def parse(parsed: Any) -> ModelConfig:
         shared=SharedExpert(
             "shared_expert", parsed.shared_expert_intermediate_size, gate="shared_expert_gate"
         ),
-        rms_norm_eps=parsed.rms_norm_eps,
-        max_position_embeddings=parsed.max_position_embeddings,
-        tie_word_embeddings=parsed.tie_word_embeddings,
         attention=attention_of(
             parsed,
             [parsed.sliding_window if kind == "sliding_attention" else None for kind in parsed.layer_types],
@@ -51,12 +48,12 @@ def _check(parsed: Any) -> None:
     require_positive(
         parsed,
         (
-            *("vocab_size", "intermediate_size", "moe_intermediate_size", "num_experts"),
-            *("num_experts_per_tok", "max_position_embeddings", "shared_expert_intermediate_size"),
+            *("vocab_size", "intermediate_size", "moe_intermediate_size"),
+            *("max_position_embeddings", "shared_expert_intermediate_size"),
         ),
     )
-    chosen, experts, kinds = parsed.num_experts_per_tok, parsed.num_experts, parsed.layer_types
-    require(parsed, "num_experts_per_tok", chosen <= experts, f"at most {experts}")
+    kinds = parsed.layer_types
+    check_softmax(parsed, "num_experts")
     known = {"full_attention", "sliding_attention"}
     require(parsed, "layer_types", set(kinds) <= known, "full_attention or sliding_attention for each layer")
     if "sliding_attention" in kinds:

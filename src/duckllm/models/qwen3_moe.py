@@ -7,7 +7,8 @@ from typing import Any
 from duckllm.models.config import (
     ModelConfig,
     check_rope,
-    require,
+    check_softmax,
+    common_fields,
     require_only,
     require_positive,
     rotary_of,
@@ -22,17 +23,12 @@ def parse(parsed: Any) -> ModelConfig:
     """The configuration, from what transformers has parsed. Raises as ``read_config``."""
     _check(parsed)
     return ModelConfig(
-        vocab_size=parsed.vocab_size,
-        hidden_size=parsed.hidden_size,
-        intermediate_size=parsed.intermediate_size,
+        **common_fields(parsed),
         moe_intermediate_size=parsed.moe_intermediate_size,
         num_experts=parsed.num_experts,
         is_moe_layer=sparse_layers(parsed),
         routing=SoftmaxRouting(parsed.num_experts_per_tok, parsed.norm_topk_prob),
         shared=None,
-        rms_norm_eps=parsed.rms_norm_eps,
-        max_position_embeddings=parsed.max_position_embeddings,
-        tie_word_embeddings=parsed.tie_word_embeddings,
         attention=attention_of(
             parsed,
             (parsed.sliding_window,) * parsed.num_hidden_layers,
@@ -56,9 +52,8 @@ def _check(parsed: Any) -> None:
     require_positive(
         parsed,
         (
-            *("vocab_size", "intermediate_size", "moe_intermediate_size", "num_experts"),
-            *("num_experts_per_tok", "max_position_embeddings"),
+            *("vocab_size", "intermediate_size", "moe_intermediate_size"),
+            "max_position_embeddings",
         ),
     )
-    chosen, experts = parsed.num_experts_per_tok, parsed.num_experts
-    require(parsed, "num_experts_per_tok", chosen <= experts, f"at most {experts}")
+    check_softmax(parsed, "num_experts")

@@ -131,6 +131,21 @@ def check_bounds(config: Mapping[str, Any]) -> None:
             raise CheckpointError(f"config.json: {field}: got {got}, expected at most {most}")
 
 
+def vocabulary_shapes(read: ConfigReader) -> Shapes:
+    """The embedding, the last norm, and the head where it is another matrix."""
+    vocabulary = (read.positive("vocab_size"), read.positive("hidden_size"))
+    shapes: Shapes = {"model.embed_tokens.weight": vocabulary, "model.norm.weight": vocabulary[1:]}
+    return shapes if read.get("tie_word_embeddings") else shapes | {"lm_head.weight": vocabulary}
+
+
+def sigmoid_moe_shapes(read: ConfigReader) -> Shapes:
+    """The router of a layer with sigmoid routing, and its shared experts."""
+    hidden, experts = read.positive("hidden_size"), read.positive("n_routed_experts")
+    shapes: Shapes = {"mlp.gate.weight": (experts, hidden), "mlp.gate.e_score_correction_bias": (experts,)}
+    shared = read.count("n_shared_experts", 1) * read.positive("moe_intermediate_size")
+    return shapes | (mlp_shapes("mlp.shared_experts.", hidden, shared) if shared else {})
+
+
 def mlp_shapes(prefix: str, hidden: int, intermediate: int) -> Shapes:
     """The matrices of a gated MLP."""
     wide = (intermediate, hidden)

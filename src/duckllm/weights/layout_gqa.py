@@ -7,7 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from duckllm.errors import CheckpointError
-from duckllm.weights.layout import ConfigReader, ModelLayout, Shapes, mlp_shapes, mtp_layers, mtp_shapes
+from duckllm.weights.layout import (
+    ConfigReader,
+    ModelLayout,
+    Shapes,
+    mlp_shapes,
+    mtp_layers,
+    mtp_shapes,
+    sigmoid_moe_shapes,
+    vocabulary_shapes,
+)
 from duckllm.weights.safetensors_file import TensorInfo
 
 
@@ -58,14 +67,10 @@ def mixtral(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Mod
 def glm4_moe(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> ModelLayout:
     """GLM-4.5 and 4.6. Raises as ``layout_of``."""
     read = ConfigReader(config)
-    hidden, experts = read.positive("hidden_size"), read.positive("n_routed_experts")
+    experts, moe = read.positive("n_routed_experts"), sigmoid_moe_shapes(read)
     attention = _attention(
         read, qkv_bias=bool(read.get("attention_bias")), qk_norm=bool(read.get("use_qk_norm"))
     )
-    moe: Shapes = {"mlp.gate.weight": (experts, hidden), "mlp.gate.e_score_correction_bias": (experts,)}
-    shared = read.count("n_shared_experts", 1) * read.positive("moe_intermediate_size")
-    if shared:
-        moe |= mlp_shapes("mlp.shared_experts.", hidden, shared)
     layers = range(read.count("first_k_dense_replace", 1), read.positive("num_hidden_layers"))
     return _layout(
         read, "Glm4MoeForCausalLM", "glm4_moe", experts, attention, moe, tuple(layers), mtp_of=tensors
@@ -92,10 +97,7 @@ def _layout(
         raise CheckpointError(
             f"config.json: num_experts_per_tok: got {chosen}, expected at most {num_experts}"
         )
-    vocabulary = (read.positive("vocab_size"), hidden)
-    shapes: Shapes = {"model.embed_tokens.weight": vocabulary, "model.norm.weight": (hidden,)}
-    if not read.get("tie_word_embeddings"):
-        shapes["lm_head.weight"] = vocabulary
+    shapes = vocabulary_shapes(read)
     dense: Shapes = {}
     if len(moe_layers) < layers:
         dense = mlp_shapes("mlp.", hidden, read.positive("intermediate_size"))

@@ -6,7 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from duckllm.errors import CheckpointError
-from duckllm.weights.layout import ConfigReader, ModelLayout, Shapes, mlp_shapes, mtp_layers, mtp_shapes
+from duckllm.weights.layout import (
+    ConfigReader,
+    ModelLayout,
+    Shapes,
+    mlp_shapes,
+    mtp_layers,
+    mtp_shapes,
+    sigmoid_moe_shapes,
+    vocabulary_shapes,
+)
 from duckllm.weights.safetensors_file import TensorInfo
 
 
@@ -42,12 +51,7 @@ def _layout(
     layers = read.positive("num_hidden_layers")
     moe = [layer for layer in range(layers) if _is_moe_layer(read, layer, layers)]
     mtp = mtp_layers(read, tensors)
-    shapes: Shapes = {
-        "model.embed_tokens.weight": (read.positive("vocab_size"), read.positive("hidden_size")),
-        "model.norm.weight": (read.positive("hidden_size"),),
-    }
-    if not read.get("tie_word_embeddings"):
-        shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
+    shapes = vocabulary_shapes(read)
     for layer in [*range(layers), *mtp]:
         prefix, is_moe = f"model.layers.{layer}.", layer in moe or layer in mtp
         parts = _attention(read) | indexer(read, layer) | _mlp(read, is_moe)
@@ -160,13 +164,6 @@ def _indexer(read: ConfigReader) -> Shapes:
 
 
 def _mlp(read: ConfigReader, is_moe: bool) -> Shapes:
-    hidden = read.positive("hidden_size")
-    if not is_moe:
-        return mlp_shapes("mlp.", hidden, read.positive("intermediate_size"))
-    experts = read.positive("n_routed_experts")
-    shapes: Shapes = {
-        "mlp.gate.weight": (experts, hidden),
-        "mlp.gate.e_score_correction_bias": (experts,),
-    }
-    shared = read.count("n_shared_experts", 1) * read.positive("moe_intermediate_size")
-    return shapes | (mlp_shapes("mlp.shared_experts.", hidden, shared) if shared else {})
+    if is_moe:
+        return sigmoid_moe_shapes(read)
+    return mlp_shapes("mlp.", read.positive("hidden_size"), read.positive("intermediate_size"))

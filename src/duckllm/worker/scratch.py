@@ -6,10 +6,10 @@ csrc/kernels/routing.cpp and csrc/worker/step_loop.cpp, which a test compares wi
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 
 from duckllm.cluster.plan import WorkerPlan
+from duckllm.config import total_memory_bytes
 from duckllm.errors import ProtocolError
 from duckllm.weights.e4m3 import SCALE_BLOCK, ceil_div
 from duckllm.weights.formats import padded_hidden
@@ -21,11 +21,6 @@ _DIRECT_ROWS, _CHUNK_ROWS, _PART_BLOCKS = 8, 48, 8
 _F32_BYTES = 4
 _NUMBER_BYTES = {"f32": 4, "bf16": 2}  # of a tile and a panel
 _ROW_DOT_BYTES = 2 * STRIPE_CHANNELS * _F32_BYTES  # gate and up of a unit
-
-
-def memory_bytes() -> int:
-    """Memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def scratch_bytes(plan: WorkerPlan, num_tokens: int, num_threads: int, prefill: str = "f32") -> int:
@@ -56,7 +51,7 @@ def check_scratch(plan: WorkerPlan, num_threads: int, prefill: str = "f32") -> N
     Raises:
         ProtocolError: Says how many tokens would do.
     """
-    limit = min(memory_bytes() // 4, MAX_SCRATCH_BYTES)
+    limit = min(total_memory_bytes() // 4, MAX_SCRATCH_BYTES)
     if scratch_bytes(plan, plan.max_step_tokens, num_threads, prefill) <= limit:
         return
     sizes = range(1, plan.max_step_tokens + 1)

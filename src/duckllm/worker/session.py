@@ -21,12 +21,13 @@ from duckllm._native import ErrorCode, FrameType
 from duckllm.cluster.auth import authenticate_worker
 from duckllm.cluster.frames import ControlChannel, PeerClosedError, error_code, safe_text
 from duckllm.cluster.plan import WorkerPlan
+from duckllm.config import total_memory_bytes
 from duckllm.errors import DuckError, ProtocolError, WorkerUnavailableError
 from duckllm.prefill import check_prefill, select_isa
 from duckllm.weights.choice import ExpertSlice, FormatChoice, load_units
 from duckllm.weights.e4m3 import U8
 from duckllm.worker.config import WorkerConfig
-from duckllm.worker.scratch import check_scratch, memory_bytes
+from duckllm.worker.scratch import check_scratch
 from duckllm.worker.weights import WorkerWeights
 
 # A host that reconnects at once may arrive before its last connection's end was noticed.
@@ -101,7 +102,7 @@ class Sessions:
             "isa": self.instructions,
             "threads": self._config.resolved_threads,
             "pid": os.getpid(),
-            "memory_bytes": memory_bytes(),
+            "memory_bytes": total_memory_bytes(),
         }
         channel.send_json(FrameType.HELLO, hello, deadline=deadline)
         return WorkerPlan.from_json(channel.receive_json(FrameType.PREPARE, deadline=deadline))
