@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from duckllm.engine import sampler as sampler_module
 from duckllm.engine.sampler import Sampler
 from duckllm.errors import ModelError
 from duckllm.sampling_params import SamplingParams
@@ -60,8 +62,8 @@ def test_the_order_is_temperature_min_p_top_k_top_p() -> None:
 def test_samples_follow_the_distribution() -> None:
     sampler = Sampler(SamplingParams(seed=0, top_k=3))
     counts = [0] * 5
-    for _ in range(4000):
-        counts[sampler.sample(LOGITS)] += 1
+    for place in range(4000):
+        counts[sampler.sample(LOGITS, range(place))] += 1
     assert counts[0] == counts[2] == 0
     for token, share in ((1, 0.4 / 0.85), (3, 0.3 / 0.85), (4, 0.15 / 0.85)):
         assert counts[token] / 4000 == pytest.approx(share, abs=5 * math.sqrt(share / 4000))
@@ -70,7 +72,7 @@ def test_samples_follow_the_distribution() -> None:
 def test_a_seed_repeats_and_another_one_differs() -> None:
     def draw(seed: int | None) -> list[int]:
         sampler = Sampler(SamplingParams(seed=seed))
-        return [sampler.sample(LOGITS) for _ in range(40)]
+        return [sampler.sample(LOGITS, range(place)) for place in range(40)]
 
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)
@@ -79,12 +81,12 @@ def test_a_seed_repeats_and_another_one_differs() -> None:
 
 def test_samplers_do_not_share_a_generator() -> None:
     alone = Sampler(SamplingParams(seed=1))
-    expected = [alone.sample(LOGITS) for _ in range(20)]
+    expected = [alone.sample(LOGITS, range(place)) for place in range(20)]
     first, second = Sampler(SamplingParams(seed=1)), Sampler(SamplingParams(seed=2))
     got = []
-    for _ in range(20):
-        got.append(first.sample(LOGITS))
-        second.sample(LOGITS)
+    for place in range(20):
+        got.append(first.sample(LOGITS, range(place)))
+        second.sample(LOGITS, range(place))
         torch.rand(3)
     assert got == expected
 
@@ -276,7 +278,9 @@ def test_seeded_samples_pass_a_chi_square_test(filters: dict[str, float]) -> Non
     params, tokens, draws = SamplingParams(seed=3, **filters), [4, 9, 9, 30], 4000
     sampler = Sampler(params, 2)
     expected = Sampler(params, 2).probabilities(sampler.adjusted(logits, tokens)).numpy() * draws
-    counts = np.bincount([sampler.sample(logits, tokens) for _ in range(draws)], minlength=50)
+    # Each seed is one independent draw: the tokens seen so far have to stay as they are.
+    samplers = (Sampler(replace(params, seed=seed), 2) for seed in range(draws))
+    counts = np.bincount([each.sample(logits, tokens) for each in samplers], minlength=50)
     assert counts[expected == 0].sum() == 0
     rare = expected < 8  # together in one class, as the test wants several in each
     observed = np.append(counts[~rare], counts[rare].sum())
@@ -288,19 +292,53 @@ def test_seeded_samples_pass_a_chi_square_test(filters: dict[str, float]) -> Non
     assert chi_square < freedom + 4 * math.sqrt(2 * freedom)
 
 
-@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (0.4999999, 1), (0.5, 3), (1.0, 3)])
-def test_a_token_without_probability_is_never_drawn(
-    number: float, token: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sampler = Sampler(SamplingParams(top_k=2))
-    monkeypatch.setattr(torch, "rand", lambda *size, **options: torch.tensor(number, dtype=torch.float64))
-    assert sampler.sample(torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0])) == token
+@pytest.mark.parametrize(
+    ("numbers", "token"), [([0, 2, 0, 1, 0], 3), ([0, 0, 0, 0, 0], 1), ([9, 1, 9, 8, 9], 1)]
+)
+def test_a_token_without_probability_is_never_drawn(numbers: list[float], token: int) -> None:
+    probabilities = np.array([0, 0.3, 0, 0.7, 0], np.float32)
+    assert sampler_module._winner(np.array(numbers, np.float64), probabilities) == token
+
+
+def test_a_draw_depends_on_the_seed_and_the_place_alone() -> None:
+    """Not on what was drawn before: a repeated or a guessed token takes the same numbers."""
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
+    first, second = Sampler(SamplingParams(seed=8)), Sampler(SamplingParams(seed=8))
+    drawn = [first.sample(row, range(place)) for place, row in enumerate(logits)]
+    again = [second.sample(logits[place], range(place)) for place in (2, 0, 1, 0)]
+    assert again == [drawn[2], drawn[0], drawn[1], drawn[0]]
+    assert len({first.sample(logits[0], range(place)) for place in range(40)}) > 5
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 5}, {"seed": 5, "top_k": 7, "temperature": 2}])
+def test_a_draft_from_the_same_logits_is_what_is_sampled(options: dict[str, float]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    sampler = Sampler(SamplingParams(logit_bias={3: 2.0}, **options), 2)
+    for place in range(2, 60):
+        logits, ahead = torch.randn(40, generator=generator), place % 2
+        guess = sampler.draft(logits, [1] * (place - ahead), ahead)
+        assert guess == sampler.sample(logits, [1] * place)
+
+
+def test_drafts_from_logits_that_are_alike_agree_nearly_as_often_as_any_could() -> None:
+    generator = torch.Generator().manual_seed(4)
+    agreed = bound = 0.0
+    draws = 2000
+    sampler = Sampler(SamplingParams(seed=1))
+    for place in range(draws):
+        logits = torch.randn(30, generator=generator)
+        other = logits + 0.4 * torch.randn(30, generator=generator)
+        agreed += sampler.draft(other, [0] * place, 0) == sampler.sample(logits, [0] * place)
+        distance = float((logits.softmax(0) - other.softmax(0)).abs().sum() / 2)
+        bound += (1 - distance) / (1 + distance)
+    assert agreed / draws > bound / draws - 0.03
+    assert agreed / draws < 0.97
 
 
 def test_the_replies_of_a_seed_are_those_of_the_next_seeds() -> None:
     def draw(seed: int, index: int) -> list[int]:
         sampler = Sampler(SamplingParams(seed=seed), index=index)
-        return [sampler.sample(LOGITS) for _ in range(30)]
+        return [sampler.sample(LOGITS, range(place)) for place in range(30)]
 
     assert draw(5, 0) != draw(5, 1)
     assert draw(5, 1) == draw(6, 0)
