@@ -13,7 +13,7 @@ class TorchExperts:
         self.tensors = tensors
 
     def submit(
-        self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+        self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, lane: int = 0
     ) -> TorchExperts._Pending:
         assert x.dtype == torch.float32
         assert topk_ids.dtype == torch.int32

@@ -21,10 +21,11 @@ from duckllm.layers.rope import RotaryTable
 from duckllm.layers.runtime import LinearRuntime
 from duckllm.layers.step import LayerCache, SequenceStep, StepContext, new_layer_cache
 from duckllm.models.config import ModelConfig
+from duckllm.models.step_times import StepTimes
 from duckllm.moe.router import GroupLimitedRouter, SoftmaxRouter, SoftmaxRouting
 
 if TYPE_CHECKING:
-    from duckllm.moe.executor import ExpertExecutor
+    from duckllm.moe.executor import ExpertExecutor, PendingStep
     from duckllm.weights.host_tensors import HostTensors
 
 
@@ -71,14 +72,28 @@ class MoEBlock:
                 runtime,
             )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The block's output for tokens [T, H], without the residual."""
-        pending = self.experts.submit(self.layer, x.float(), *self.router(x))
+    def submit(self, x: torch.Tensor, lane: int, times: StepTimes) -> PendingMLP:
+        """Sends the tokens [T, H] to their experts, and computes the shared one."""
+        pending = self.experts.submit(self.layer, x.float(), *self.router(x), lane)
+        times.lap("dispatch_s")
         shared = self.shared(x) if self.shared is not None else None
         if shared is not None and self.shared_gate is not None:
             shared.mul_(F.linear(x, self.shared_gate).sigmoid_())
-        routed = pending.wait().to(x.dtype)
-        return routed if shared is None else shared.add_(routed)
+        times.lap("dense_s")
+        return PendingMLP(pending, shared, x.dtype)
+
+
+class PendingMLP:
+    """The output of routed and shared experts, of which the first may still be on its way."""
+
+    def __init__(self, routed: PendingStep, shared: torch.Tensor | None, dtype: torch.dtype) -> None:
+        self._routed, self._shared, self._dtype = routed, shared, dtype
+
+    def wait(self, times: StepTimes) -> torch.Tensor:
+        """The output for tokens [T, H], without the residual."""
+        routed = self._routed.wait().to(self._dtype)
+        times.lap("wait_s")
+        return routed if self._shared is None else self._shared.add_(routed)
 
 
 def _load_router(
@@ -129,10 +144,43 @@ class DecoderLayer:
             else GatedMLP(tensors, f"{prefix}.mlp", size, config.intermediate_size, dtype, runtime)
         )
 
-    def __call__(self, hidden: torch.Tensor, step: StepContext, cache: LayerCache) -> torch.Tensor:
-        """The layer's output for tokens [T, H], which are added to its cache."""
-        hidden = hidden + self.attention(self.input_norm(hidden), step, cache)
-        return hidden + self.mlp(self.mlp_norm(hidden))
+    def advance(self, lane: Lane, cache: LayerCache, times: StepTimes) -> None:
+        """Takes a lane through the layer up to where it waits for experts; its tokens go into the cache."""
+        hidden = lane.collect(times)
+        hidden = hidden + self.attention(self.input_norm(hidden), lane.step, cache)
+        x = self.mlp_norm(hidden)
+        times.lap("attention_s")
+        lane.hidden = hidden
+        if isinstance(self.mlp, MoEBlock):
+            lane.pending = self.mlp.submit(x, lane.number, times)
+        else:
+            lane.hidden = hidden + self.mlp(x)
+            times.lap("dense_s")
+
+
+class Lane:
+    """One of the micro-batches of a step on its way through the layers.
+
+    Args:
+        number: Which.
+        step: Its contexts.
+        hidden: What it is before the next layer, but for an MLP that is still computed.
+
+    Shapes:
+        hidden: [T, H]
+    """
+
+    def __init__(self, number: int, step: StepContext, hidden: torch.Tensor) -> None:
+        self.number, self.step, self.hidden = number, step, hidden
+        self.pending: PendingMLP | None = None
+
+    def collect(self, times: StepTimes) -> torch.Tensor:
+        """The hidden state [T, H] with the last MLP's output, which is waited for."""
+        if self.pending is not None:
+            self.hidden = self.hidden + self.pending.wait(times)
+            self.pending = None
+            times.lap("combine_s")
+        return self.hidden
 
 
 class CausalLM:
@@ -194,7 +242,11 @@ class CausalLM:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: torch.Tensor, sequences: Sequence[SequenceStep], kv_cache: list[LayerCache]
+        self,
+        token_ids: torch.Tensor,
+        sequences: Sequence[SequenceStep],
+        kv_cache: list[LayerCache],
+        times: StepTimes | None = None,
     ) -> torch.Tensor:
         """The hidden states of tokens of one context or several, which are added to the cache.
 
@@ -202,6 +254,7 @@ class CausalLM:
             token_ids: The tokens, context by context.
             sequences: The contexts, in the order of their rows.
             kv_cache: From :meth:`new_kv_cache`; holds the tokens of each context before its own of the step.
+            times: Where the time that each part took is added to.
 
         Shapes:
             token_ids: [T] int64; result: [T, H], normalised
@@ -209,10 +262,40 @@ class CausalLM:
         Raises:
             WorkerLostError: A worker went away, or did not answer in time; the step may be repeated.
         """
-        step, hidden = self.step_context(sequences), self.embed(token_ids)
-        for layer, cache in zip(self.layers, kv_cache, strict=True):
-            hidden = layer(hidden, step, cache)
-        return self.norm(hidden)
+        return self.forward_lanes([(token_ids, sequences)], kv_cache, times)
+
+    @torch.inference_mode()
+    def forward_lanes(
+        self,
+        lanes: Sequence[tuple[torch.Tensor, Sequence[SequenceStep]]],
+        kv_cache: list[LayerCache],
+        times: StepTimes | None = None,
+    ) -> torch.Tensor:
+        """As :meth:`forward`, of a step in lanes: while one's experts are computed, another's attention is.
+
+        Args:
+            lanes: Tokens and contexts of each. Where a context is in two of them, the earlier tokens are in
+                the earlier one, which is ahead in every layer.
+            kv_cache: As for :meth:`forward`.
+            times: As for :meth:`forward`.
+
+        Shapes:
+            result: [T, H], normalised, lane behind lane
+
+        Raises:
+            WorkerLostError: As for :meth:`forward`.
+        """
+        times = times or StepTimes()
+        times.start()
+        running = [
+            Lane(number, self.step_context(sequences), self.embed(token_ids))
+            for number, (token_ids, sequences) in enumerate(lanes)
+        ]
+        for layer, cache in zip(self.layers, kv_cache, strict=False):
+            for lane in running:
+                layer.advance(lane, cache, times)
+        hidden = [lane.collect(times) for lane in running]
+        return self.norm(hidden[0] if len(hidden) == 1 else torch.cat(hidden))
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

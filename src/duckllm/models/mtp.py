@@ -19,7 +19,8 @@ from duckllm.layers.linear import Linear
 from duckllm.layers.mla import MLAShape
 from duckllm.layers.norm import RMSNorm
 from duckllm.layers.step import LayerCache, SequenceStep, new_layer_cache
-from duckllm.models.causal_lm import CausalLM, DecoderLayer
+from duckllm.models.causal_lm import CausalLM, DecoderLayer, Lane
+from duckllm.models.step_times import StepTimes
 
 if TYPE_CHECKING:
     from duckllm.models.config import ModelConfig
@@ -114,7 +115,10 @@ class MTPLayer:
         following = self.embedding_norm(self.model.embed(token_ids))
         joined = torch.cat((following, self.hidden_norm(hidden)), dim=-1)
         step = self.model.step_context(sequences)
-        return self.norm(self.layer(self.projection(joined), step, cache))
+        lane = Lane(0, step, self.projection(joined))
+        times = StepTimes()
+        self.layer.advance(lane, cache, times)
+        return self.norm(lane.collect(times))
 
 
 def _attention_shape(config: ModelConfig) -> MLAShape | GQAShape:

@@ -21,14 +21,14 @@ class RemoteExperts:
         self._transport = transport
 
     def submit(
-        self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+        self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, lane: int = 0
     ) -> RemoteStep:
         """Sends a step to every worker. Shapes as :class:`duckllm.moe.executor.ExpertExecutor`.
 
         Raises:
             WorkerLostError: A worker went away, now or in an earlier step.
         """
-        ticket = self._transport.submit(layer, x.numpy(), topk_ids.numpy(), topk_weights.numpy())
+        ticket = self._transport.submit(layer, x.numpy(), topk_ids.numpy(), topk_weights.numpy(), lane=lane)
         return RemoteStep(self._transport, ticket)
 
 

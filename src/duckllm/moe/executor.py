@@ -25,11 +25,11 @@ class ExpertExecutor(Protocol):
     """Computes the routed experts of one layer for a batch of tokens."""
 
     def submit(
-        self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+        self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, lane: int = 0
     ) -> PendingStep:
-        """Starts a step. One that is never waited for does no harm: its result is dropped.
+        """Starts a step of a lane. One that is never waited for does no harm: its result is dropped.
 
-        The tensors must stay unchanged until the step has been waited for.
+        Several may have been started. The tensors must stay unchanged until the step has been waited for.
 
         Shapes:
             x: [T, H] f32, contiguous; topk_ids: [T, K] int32; topk_weights: [T, K] f32

@@ -88,7 +88,7 @@ class LocalExperts:
         return self._instructions
 
     def submit(
-        self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+        self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, lane: int = 0
     ) -> LocalStep:
         """A step, not yet computed. Shapes as :class:`duckllm.moe.executor.ExpertExecutor`."""
         return LocalStep(self._experts, self._units[layer], x.numpy(), topk_ids.numpy(), topk_weights.numpy())
