@@ -88,7 +88,7 @@ def conversation(llm: LLM, turns: int, params: SamplingParams) -> list[tuple[int
     messages: list[dict[str, str]] = []
     figures = []
     llm._engine.kv_cache.clear()
-    other = KvCache(llm._engine.model, llm.max_model_len)
+    other = KvCache(llm._engine.model.new_kv_cache, llm.max_model_len)
     for text in questions(turns):
         messages.append(user(text))
         output = llm.chat(messages, params)[0]

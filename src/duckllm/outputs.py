@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -30,12 +32,72 @@ class RequestMetrics:
         num_generated_tokens: Tokens of the reply so far, an end token included; of all replies together.
         time_to_first_token_s: From the start of the request to its first token, seconds; None before that.
         decode_tokens_per_s: Tokens per second after the first one; None before there are two.
+        num_draft_tokens: Guesses at its tokens that were checked.
+        num_accepted_tokens: Guesses that were right.
+        prefill_tokens_per_s: Prompt tokens that had to be computed per second, up to the first token of the
+            reply; None before that.
+        inter_token_p50_s: Median of the times between tokens, seconds; 0 where a guess was right. None
+            before the reply has ended, or where it has one token.
+        inter_token_p99_s: What 99 of 100 of these times are at most.
     """
 
     num_prompt_tokens: int
     num_generated_tokens: int
     time_to_first_token_s: float | None
     decode_tokens_per_s: float | None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    prefill_tokens_per_s: float | None = None
+    inter_token_p50_s: float | None = None
+    inter_token_p99_s: float | None = None
+
+
+@dataclass(frozen=True)
+class EngineMetrics:
+    """What the engine has done in all, and over its last steps (the window).
+
+    Args:
+        num_steps: Steps in all.
+        num_prompt_tokens: Tokens of prompts computed in all; what was cached is not counted.
+        num_generated_tokens: Tokens of replies in all.
+        num_draft_tokens: Guesses checked in all.
+        num_accepted_tokens: Guesses that were right in all.
+        window_steps: Steps in the window.
+        step_s: Time of a step of the window, seconds.
+        step_parts_s: The same by part; the names are those of :class:`duckllm.models.step_times.StepTimes`.
+        prefill_tokens_per_s: Of the window, a step's time being divided between prompts and replies by their
+            tokens; None where no prompt was computed.
+        decode_tokens_per_s: Likewise, of replies.
+        acceptance: Share of the window's guesses that were right; None where there were none.
+        time_to_first_token_p50_s: Of the last requests that have ended; None before there is one.
+        time_to_first_token_p99_s: Likewise.
+        inter_token_p50_s: Likewise, of the times between two tokens of a reply.
+        inter_token_p99_s: Likewise.
+    """
+
+    num_steps: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    window_steps: int
+    step_s: float
+    step_parts_s: Mapping[str, float]
+    prefill_tokens_per_s: float | None
+    decode_tokens_per_s: float | None
+    acceptance: float | None
+    time_to_first_token_p50_s: float | None
+    time_to_first_token_p99_s: float | None
+    inter_token_p50_s: float | None
+    inter_token_p99_s: float | None
+
+
+def percentile(values: Iterable[float], percent: float) -> float | None:
+    """The smallest value that ``percent`` of the values do not exceed; None of none."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from duckllm.models.registry import load_config, load_model
 from duckllm.sampling_params import SamplingParams
 from support.experts import DictTensors, TorchExperts
 from support.families import deepseek_v32, write_model
-from support.models import greedy
+from support.models import greedy, step_sizes
 from support.reference import read_checkpoint
 
 CONTEXT = 64
@@ -111,9 +111,7 @@ def test_any_mix_gives_what_each_gives_alone(
 
 def test_a_batch_takes_as_many_steps_as_its_longest(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(model)
-    sizes: list[int] = []
-    forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda ids, *rest: sizes.append(len(ids)) or forward(ids, *rest))
+    sizes = step_sizes(model, monkeypatch)
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     requests = [engine.new_request([10 * number + 2] * 4, params) for number in range(8)]
     for request in requests:
@@ -126,9 +124,7 @@ def test_a_batch_takes_as_many_steps_as_its_longest(model: CausalLM, monkeypatch
 def test_the_next_turn_computes_only_what_is_new(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reply is part of what is kept."""
     engine = make_engine(model)
-    sizes: list[int] = []
-    forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda ids, *rest: sizes.append(len(ids)) or forward(ids, *rest))
+    sizes = step_sizes(model, monkeypatch)
     first = greedy(engine, STEMS[0][:20], 13)
     sizes.clear()
     turn = [*STEMS[0][:20], *first, 9, 9, 9]

@@ -16,7 +16,7 @@ from duckllm.models.registry import load_config, load_model
 from duckllm.sampling_params import SamplingParams
 from support.experts import DictTensors, TorchExperts
 from support.families import deepseek_v32, write_model
-from support.models import greedy
+from support.models import greedy, step_sizes
 from support.reference import read_checkpoint
 
 CONTEXT = 40
@@ -75,9 +75,7 @@ def test_every_chunking_of_the_prompt_gives_the_same_tokens(model: CausalLM) -> 
 
 
 def test_a_step_computes_no_more_than_its_limit(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
-    forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda ids, *a: sizes.append(len(ids)) or forward(ids, *a))
+    sizes = step_sizes(model, monkeypatch)
     greedy(make_engine(model, 3), PROMPT, 4)
     assert sizes == [3, 3, 1, 1, 1, 1]
 

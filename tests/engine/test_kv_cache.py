@@ -10,15 +10,12 @@ import torch
 from duckllm.engine.kv_cache import PAGE_TOKENS, KvCache, PageTable, num_pages
 
 
-class OneTensor:
-    """As much of a model as the cache asks for."""
-
-    def new_kv_cache(self, max_tokens: int) -> list[tuple[torch.Tensor, ...]]:
-        return [(torch.zeros(max_tokens, 1),)]
+def new_tensors(max_tokens: int) -> list[tuple[torch.Tensor, ...]]:
+    return [(torch.zeros(max_tokens, 1),)]
 
 
 def make_cache(pages: int) -> KvCache:
-    return KvCache(OneTensor(), pages * PAGE_TOKENS)  # type: ignore[arg-type]
+    return KvCache(new_tensors, pages * PAGE_TOKENS)
 
 
 def fill(cache: KvCache, token_ids: list[int]) -> tuple[PageTable, int]:

@@ -310,7 +310,9 @@ def test_a_draw_depends_on_the_seed_and_the_place_alone() -> None:
     assert len({first.sample(logits[0], range(place)) for place in range(40)}) > 5
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 5}, {"seed": 5, "top_k": 7, "temperature": 2}])
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {"seed": 5}, {"seed": 5, "top_k": 7, "temperature": 2}]
+)
 def test_a_draft_from_the_same_logits_is_what_is_sampled(options: dict[str, float]) -> None:
     generator = torch.Generator().manual_seed(1)
     sampler = Sampler(SamplingParams(logit_bias={3: 2.0}, **options), 2)

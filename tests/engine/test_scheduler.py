@@ -14,13 +14,12 @@ from duckllm.engine.scheduler import Scheduled, Scheduler
 from duckllm.sampling_params import SamplingParams
 
 
-class OneTensor:
-    def new_kv_cache(self, max_tokens: int) -> list[tuple[torch.Tensor, ...]]:
-        return [(torch.zeros(max_tokens, 1),)]
+def new_tensors(max_tokens: int) -> list[tuple[torch.Tensor, ...]]:
+    return [(torch.zeros(max_tokens, 1),)]
 
 
 def make_scheduler(pages: int = 100, step: int = 8, seqs: int = 64) -> Scheduler:
-    return Scheduler(KvCache(OneTensor(), pages * PAGE_TOKENS), step, seqs)  # type: ignore[arg-type]
+    return Scheduler(KvCache(new_tensors, pages * PAGE_TOKENS), step, seqs)
 
 
 def make_request(name: str, num_tokens: int, first: int = 0) -> Request:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 
 from duckllm.cluster import open_cluster
@@ -60,6 +61,19 @@ def difference(logits: torch.Tensor, reference: torch.Tensor) -> float:
 def greedy(engine: Engine, token_ids: list[int], num_tokens: int, *, ignore_eos: bool = True) -> list[int]:
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=ignore_eos)
     return list(engine.run(engine.new_request(token_ids, params)))
+
+
+def step_sizes(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the number of tokens of each step."""
+    sizes: list[int] = []
+    forward = model.forward_lanes
+
+    def counting(lanes: list[tuple[torch.Tensor, object]], *rest: object) -> torch.Tensor:
+        sizes.append(sum(len(token_ids) for token_ids, _ in lanes))
+        return forward(lanes, *rest)
+
+    monkeypatch.setattr(model, "forward_lanes", counting)
+    return sizes
 
 
 @contextmanager

@@ -7,15 +7,38 @@ and no workers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice, pairwise
 
 import torch
 
 from duckllm.engine.kv_cache import KvCache
 from duckllm.engine.request import Request
-from duckllm.engine.scheduler import Scheduler
+from duckllm.engine.scheduler import Scheduled, Scheduler
+from duckllm.engine.speculative import Computed, Drafter
+from duckllm.engine.stats import Choices, EngineStats, StepWatch
+from duckllm.layers.step import LayerCache, SequenceStep
 from duckllm.models.causal_lm import CausalLM
+from duckllm.models.mtp import MTPLayer
 from duckllm.sampling_params import SamplingParams
 from duckllm.text import Tokenizer
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How tokens are guessed ahead.
+
+    Args:
+        layer: Guesses.
+        num_tokens: Most guesses at once.
+        policy: ``"on"``, or ``"auto"`` for where it pays.
+        is_stateless: Whether the layer sees nothing of what was before.
+    """
+
+    layer: MTPLayer
+    num_tokens: int = 1
+    policy: str = "auto"
+    is_stateless: bool = False
 
 
 class Engine:
@@ -28,6 +51,9 @@ class Engine:
         cache_tokens: Tokens that the KV cache holds, over all requests; at least ``max_model_len``.
         max_num_seqs: Most requests that are computed at a time; others wait.
         eos_token_ids: Tokens that end a reply.
+        drafting: How tokens are guessed ahead; None for not at all.
+        lanes: Whether a step's rows are computed in two lanes, the one's attention while the other's experts
+            are computed: ``"on"``, ``"off"``, or ``"auto"`` for where it pays.
     """
 
     def __init__(
@@ -39,12 +65,32 @@ class Engine:
         cache_tokens: int,
         max_num_seqs: int = 64,
         eos_token_ids: frozenset[int] = frozenset(),
+        drafting: Drafting | None = None,
+        lanes: str = "off",
     ) -> None:
         self.model = model
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
-        self.kv_cache = KvCache(model, cache_tokens)
-        self.scheduler = Scheduler(self.kv_cache, max_step_tokens, max_num_seqs)
+
+        def new_tensors(max_tokens: int) -> list[LayerCache]:
+            own = model.new_kv_cache(max_tokens)
+            return own if drafting is None else [*own, drafting.layer.new_kv_cache(max_tokens)]
+
+        self.kv_cache = KvCache(new_tensors, cache_tokens)
+        self.drafter: Drafter | None = None
+        if drafting is not None:
+            self.drafter = Drafter(
+                drafting.layer,
+                self.kv_cache,
+                drafting.num_tokens,
+                max_step_tokens,
+                is_stateless=drafting.is_stateless,
+            )
+        self.scheduler = Scheduler(
+            self.kv_cache, max_step_tokens, max_num_seqs, drafting.num_tokens if drafting else 0
+        )
+        self.choices = Choices(drafting.policy if drafting else "off", lanes)
+        self.stats = EngineStats()
         self._num_requests = 0
 
     def new_request(
@@ -81,6 +127,8 @@ class Engine:
     def abort(self, request: Request) -> None:
         """Takes the request out of the next steps; it may be run again and goes on where it was."""
         self.scheduler.remove(request)
+        if self.drafter is not None:
+            self.drafter.forget(request)
 
     def run(self, request: Request) -> Iterator[int]:
         """The tokens of the reply, as they come. Whoever was added or is run meanwhile comes forward as well.
@@ -103,23 +151,69 @@ class Engine:
             self.abort(request)
 
     def step(self) -> None:
-        """Computes the next tokens of the requests whose turn it is, and samples where all are computed."""
-        scheduled = self.scheduler.schedule()
+        """Computes the next tokens of the requests whose turn it is, and samples where all are computed.
+
+        After an exception the step may be repeated: what it had not noted is computed once more.
+        """
+        step = self.scheduler.schedule()
+        if not step:
+            return
+        watch = StepWatch(step, self.choices)
+        hidden = self.model.forward_lanes(self._lanes(step, watch), self.kv_cache.tensors, watch.times)
+        computed = self._sample(step, hidden, watch)
+        if self.drafter is not None:
+            self.drafter.advance(computed, guess=watch.guesses)
+            watch.times.lap("draft_s")
+        for each in step:
+            self.scheduler.finish(each, self._num_ready(each.request))
+        watch.finish(self.stats)
+
+    def _lanes(
+        self, step: Sequence[Scheduled], watch: StepWatch
+    ) -> list[tuple[torch.Tensor, list[SequenceStep]]]:
+        """The step's rows, with the contexts that they belong to; in two lanes cut in the middle."""
+        num_rows = sum(len(each.token_ids) for each in step)
+        cuts = [0, num_rows // 2, num_rows] if watch.uses_lanes else [0, num_rows]
+        return [self._rows(step, first, stop) for first, stop in pairwise(cuts)]
+
+    def _rows(
+        self, step: Sequence[Scheduled], first: int, stop: int
+    ) -> tuple[torch.Tensor, list[SequenceStep]]:
+        """Rows [first, stop) of the step."""
         token_ids: list[int] = []
         sequences = []
-        for each in scheduled:
-            sequences.append(
-                self.kv_cache.sequence(each.table, len(token_ids), each.start, each.stop - each.start)
-            )
-            token_ids += each.request.token_ids[each.start : each.stop]
-        hidden = self.model.forward(torch.tensor(token_ids), sequences, self.kv_cache.tensors)
-        ends = [each.ends for each in scheduled]
-        last_rows = [sequence.rows.stop - 1 for sequence, end in zip(sequences, ends, strict=True) if end]
-        logits = iter(self.model.compute_logits(hidden[last_rows]) if last_rows else ())
-        for each, end in zip(scheduled, ends, strict=True):
-            request = each.request
-            self.scheduler.finish(each)
-            if end:
-                request.advance(next(logits))
-            if request.finish_reason is not None:
-                self.scheduler.remove(request)
+        row = 0
+        for each in step:
+            tokens = each.token_ids
+            begin, end = max(first - row, 0), min(stop - row, len(tokens))
+            row += len(tokens)
+            if begin < end:
+                position = each.start + begin
+                sequences.append(self.kv_cache.sequence(each.table, len(token_ids), position, end - begin))
+                token_ids += tokens[begin:end]
+        return torch.tensor(token_ids), sequences
+
+    def _sample(self, step: Sequence[Scheduled], hidden: torch.Tensor, watch: StepWatch) -> list[Computed]:
+        """Takes replies on where all their tokens are computed; what was computed of each request."""
+        firsts = list(accumulate((len(each.token_ids) for each in step), initial=0))
+        # The last token's logits and those of each guess behind it.
+        rows = [
+            range(last - len(each.drafts) - 1, last) if each.ends else range(0)
+            for each, last in zip(step, firsts[1:], strict=True)
+        ]
+        wanted = [row for each in rows for row in each]
+        logits = iter(self.model.compute_logits(hidden[wanted]) if wanted else ())
+        watch.times.lap("head_s")
+        computed = []
+        for each, first, own in zip(step, firsts, rows, strict=False):
+            request, num_rows = each.request, each.stop - each.start
+            if own:
+                num_new = request.verify(each.drafts, list(islice(logits, len(own))))
+                num_rows += num_new - 1
+            request.num_computed_tokens = each.start + num_rows
+            computed.append(Computed(request, each.table, each.start, hidden[first : first + num_rows]))
+        watch.times.lap("sampling_s")
+        return computed
+
+    def _num_ready(self, request: Request) -> int:
+        return request.num_computed_tokens if self.drafter is None else self.drafter.num_ready(request)

@@ -11,15 +11,14 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from duckllm.config import total_memory_bytes
 from duckllm.errors import ConfigError
-from duckllm.layers.step import SequenceStep
-from duckllm.models.causal_lm import CausalLM
+from duckllm.layers.step import LayerCache, SequenceStep
 from duckllm.models.config import ModelConfig
 
 PAGE_TOKENS = 16
@@ -96,13 +95,13 @@ class KvCache:
     """Memory for the tokens of many contexts.
 
     Args:
-        model: Says what a token needs.
+        new_tensors: Makes each layer's tensors for so many tokens, [max_tokens, width] each.
         max_tokens: Most tokens, over all contexts; rounded down to whole pages.
     """
 
-    def __init__(self, model: CausalLM, max_tokens: int) -> None:
+    def __init__(self, new_tensors: Callable[[int], list[LayerCache]], max_tokens: int) -> None:
         self.num_pages = max_tokens // PAGE_TOKENS
-        self.tensors = model.new_kv_cache(self.num_pages * PAGE_TOKENS)
+        self.tensors = new_tensors(self.num_pages * PAGE_TOKENS)
         self.clear()
 
     def clear(self) -> None:
@@ -170,14 +169,20 @@ class KvCache:
         table.pages.clear()
         table.hashes.clear()
 
-    def sequence(self, table: PageTable, first_row: int, start: int, num_tokens: int) -> SequenceStep:
+    def sequence(
+        self, table: PageTable, first_row: int, start: int, num_tokens: int, *, first: int = 0
+    ) -> SequenceStep:
         """Where the tokens of a context lie, for a step that adds tokens [start, start + num_tokens)."""
         pages = np.array(table.pages[: num_pages(start + num_tokens)])
         run = bool((np.diff(pages) == 1).all())
         slots = None
         if not run:
             slots = (pages[:, None] * PAGE_TOKENS + np.arange(PAGE_TOKENS)).reshape(-1)[: start + num_tokens]
-        return SequenceStep.of(first_row, start, num_tokens, int(pages[0]) * PAGE_TOKENS, slots)
+        if slots is not None:
+            slots = slots[first:]
+        return SequenceStep.of(
+            first_row, start - first, num_tokens, int(pages[0]) * PAGE_TOKENS + first, slots
+        )
 
     def _take(self, table: PageTable) -> int:
         """A page, behind the table's last one where that is free: consecutive pages need no copies."""

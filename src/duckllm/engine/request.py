@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
 from duckllm.engine.logprobs import token_logprobs
 from duckllm.engine.sampler import Sampler
 from duckllm.errors import ConfigError, PromptTooLongError, RequestError, show_value
-from duckllm.outputs import CompletionOutput, Logprob, RequestMetrics, StreamOutput
+from duckllm.outputs import CompletionOutput, Logprob, RequestMetrics, StreamOutput, percentile
 from duckllm.sampling_params import SamplingParams
 from duckllm.text.reply_text import ReplyText
 from duckllm.text.tokenizer import Tokenizer
@@ -63,10 +64,12 @@ class Request:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.token_ids = list(prompt_token_ids)
         self.num_computed_tokens = 0
+        self.draft_token_ids: list[int] = []  # guesses at what follows, which the next step checks
+        self.num_draft_tokens = self.num_accepted_tokens = 0
         self.num_given_tokens = self.num_prompt_tokens  # to whoever reads the reply
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
-        self._max_model_len, self._eos_token_ids = max_model_len, eos_token_ids
+        self.max_model_len, self._eos_token_ids = max_model_len, eos_token_ids
         self._stop_token_ids = frozenset(params.stop_token_ids or ())
         end_token_ids = {
             token_id for token_id in eos_token_ids if token_id < vocab_size
@@ -79,8 +82,7 @@ class Request:
         self._texts: list[str] = []  # what each token of the reply lets be shown
         self._logprobs: list[dict[int, Logprob]] = []
         self._start_s = 0.0
-        self._first_token_s: float | None = None
-        self._last_token_s: float | None = None
+        self._token_times_s: list[float] = []
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
@@ -116,17 +118,53 @@ class Request:
         self.append(token_id)
         return token_id
 
+    def verify(self, drafts: Sequence[int], logits: Sequence[torch.Tensor]) -> int:
+        """Takes the reply on, through guesses that are right; how many tokens longer it is now.
+
+        Shapes:
+            logits: each [V] f32, what follows the last token, then what follows each of the guesses
+
+        Raises:
+            ModelError: The logits are broken.
+        """
+        self.draft_token_ids = []
+        self.num_draft_tokens += len(drafts)
+        for number, row in enumerate(logits):
+            token_id = self.advance(row)
+            if number == len(drafts) or token_id != drafts[number]:
+                break
+            self.num_accepted_tokens += 1
+            if self.finish_reason is not None:
+                break
+        return number + 1
+
+    def most_drafts(self, num_tokens: int) -> int:
+        """How many of so many guesses could be of use: the last token of a reply needs none."""
+        if self.finish_reason is not None:
+            return 0
+        left = self.max_model_len - len(self.token_ids)
+        if self.params.max_tokens is not None:
+            left = min(left, self.params.max_tokens - self.num_output_tokens)
+        return min(num_tokens, left - 1)
+
+    def add_draft(self, logits: torch.Tensor) -> None:
+        """Guesses one token more.
+
+        Shapes:
+            logits: [V] f32, of another model; not changed
+        """
+        drafts = self.draft_token_ids
+        drafts.append(self._sampler.draft(logits, self.token_ids, len(drafts)))
+
     def append(self, token_id: int) -> None:
         """Adds the next token of the reply and decides whether it was the last."""
         self.token_ids.append(token_id)
-        self._last_token_s = time.perf_counter()
-        if self._first_token_s is None:
-            self._first_token_s = self._last_token_s
+        self._token_times_s.append(time.perf_counter())
         if token_id in self._eos_token_ids and not self.params.ignore_eos:
             self.finish_reason = "stop"
         elif token_id in self._stop_token_ids:
             self.finish_reason, self.stop_reason = "stop", token_id
-        elif self.num_output_tokens == self.params.max_tokens or len(self.token_ids) >= self._max_model_len:
+        elif self.num_output_tokens == self.params.max_tokens or len(self.token_ids) >= self.max_model_len:
             self.finish_reason = "length"
         self._texts.append("" if self._reply_text is None else self._read(self._reply_text, token_id))
 
@@ -162,18 +200,36 @@ class Request:
             self.stop_reason,
         )
 
+    def inter_token_s(self) -> list[float]:
+        """Times between two tokens of the reply, seconds."""
+        return [after - before for before, after in pairwise(self._token_times_s)]
+
     def metrics(self, siblings: Sequence[Request] = ()) -> RequestMetrics:
         """Counts and times so far; with later replies to the same prompt, of all of them together."""
         replies = (self, *siblings)
         num_generated = sum(reply.num_output_tokens for reply in replies)
-        first_s = decode_rate = None
-        firsts = [reply._first_token_s for reply in replies if reply._first_token_s is not None]
-        lasts = [reply._last_token_s for reply in replies if reply._last_token_s is not None]
+        first_s = decode_rate = prefill_rate = None
+        firsts = [reply._token_times_s[0] for reply in replies if reply._token_times_s]
+        lasts = [reply._token_times_s[-1] for reply in replies if reply._token_times_s]
         if firsts:
             first_s = min(firsts) - self._start_s
-            if num_generated > 1:
+            prefill_rate = self.num_prompt_tokens / first_s
+            if num_generated > 1 and max(lasts) > min(firsts):
                 decode_rate = (num_generated - 1) / (max(lasts) - min(firsts))
-        return RequestMetrics(self.num_prompt_tokens, num_generated, first_s, decode_rate)
+        # For every token of a reply that is not whole yet it were too much work.
+        is_whole = all(reply.finish_reason is not None for reply in replies)
+        gaps = [gap for reply in replies for gap in reply.inter_token_s()] if is_whole else []
+        return RequestMetrics(
+            self.num_prompt_tokens,
+            num_generated,
+            first_s,
+            decode_rate,
+            sum(reply.num_draft_tokens for reply in replies),
+            sum(reply.num_accepted_tokens for reply in replies),
+            prefill_rate,
+            percentile(gaps, 50),
+            percentile(gaps, 99),
+        )
 
     def _read(self, reply_text: ReplyText, token_id: int) -> str:
         """The text that the newest token lets be shown; a stop string in it ends the reply."""

@@ -18,12 +18,18 @@ from duckllm.engine.request import Request
 
 @dataclass(frozen=True)
 class Scheduled:
-    """Tokens [start, stop) of a request, which the step computes."""
+    """Tokens [start, stop) of a request, which the step computes, and guesses at what follows them."""
 
     request: Request
     table: PageTable
     start: int
     stop: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What is computed."""
+        return [*self.request.token_ids[self.start : self.stop], *self.drafts]
 
     @property
     def ends(self) -> bool:
@@ -38,11 +44,14 @@ class Scheduler:
         kv_cache: The room.
         max_step_tokens: Most tokens of one step.
         max_num_seqs: Most requests that are computed at a time.
+        max_drafts: Most guesses of a request; 0 where nobody guesses.
     """
 
-    def __init__(self, kv_cache: KvCache, max_step_tokens: int, max_num_seqs: int) -> None:
+    def __init__(
+        self, kv_cache: KvCache, max_step_tokens: int, max_num_seqs: int, max_drafts: int = 0
+    ) -> None:
         self.kv_cache = kv_cache
-        self.max_step_tokens, self.max_num_seqs = max_step_tokens, max_num_seqs
+        self.max_step_tokens, self.max_num_seqs, self.max_drafts = max_step_tokens, max_num_seqs, max_drafts
         self._waiting: deque[Request] = deque()
         self._running: dict[Request, PageTable] = {}  # in the order they came
         self._is_changing = False
@@ -82,11 +91,13 @@ class Scheduler:
                 else:
                     self._waiting.remove(request)
 
-    def finish(self, scheduled: Scheduled) -> None:
-        """Notes that the model has computed what was scheduled."""
+    def finish(self, scheduled: Scheduled, num_sealed_tokens: int) -> None:
+        """Makes known to others what is whole of the first tokens; lets go of a request that has ended."""
+        request = scheduled.request
         with self._changing():
-            scheduled.request.num_computed_tokens = scheduled.stop
-            self.kv_cache.seal(scheduled.table, scheduled.request.token_ids, scheduled.stop)
+            self.kv_cache.seal(scheduled.table, request.token_ids, num_sealed_tokens)
+            if request.finish_reason is not None:
+                self._let_go(request)
 
     def _let_go(self, request: Request) -> None:
         self.kv_cache.close(self._running.pop(request))
@@ -101,6 +112,8 @@ class Scheduler:
         step: list[Scheduled] = []
         budget = self.max_step_tokens
         preempted = False
+        for request in [request for request in self._running if request.finish_reason is not None]:
+            self._let_go(request)  # its last step was interrupted
         for request in sorted(self._running, key=lambda request: _num_left(request) > 1):
             if not budget or request not in self._running:
                 continue
@@ -108,25 +121,30 @@ class Scheduler:
             preempted |= not self._make_room(wanted, step)
             if request in self._running:
                 step.append(wanted)
-                budget -= wanted.stop - wanted.start
+                budget -= len(wanted.token_ids)
         while self._waiting and budget and not preempted and len(self._running) < self.max_num_seqs:
             request = self._waiting[0]
             table, num_cached = self.kv_cache.open(request.token_ids)
-            request.num_computed_tokens = num_cached
+            # A guess is made from the hidden state of the token before, which is in no cache.
+            request.num_computed_tokens = num_cached - 1 if num_cached and self.max_drafts else num_cached
             wanted = _wanted(request, table, budget)
-            if not self.kv_cache.reserve(table, wanted.stop):
+            if not self.kv_cache.reserve(table, self._room(wanted)):
                 self.kv_cache.close(table)
                 break
             self._running[self._waiting.popleft()] = table
             step.append(wanted)
-            budget -= wanted.stop - wanted.start
+            budget -= len(wanted.token_ids)
         return step
+
+    def _room(self, wanted: Scheduled) -> int:
+        """Tokens that need pages: what is computed, and as many guesses in it and behind it as may be."""
+        return min(wanted.stop + 2 * self.max_drafts, wanted.request.max_model_len)
 
     def _make_room(self, wanted: Scheduled, step: list[Scheduled]) -> bool:
         """Pages for what is wanted; requests that came last lose theirs. Whether none had to."""
         taken = {scheduled.request for scheduled in step}
         nobody_lost = True
-        while not self.kv_cache.reserve(wanted.table, wanted.stop):
+        while not self.kv_cache.reserve(wanted.table, self._room(wanted)):
             nobody_lost = False
             last = next(other for other in reversed(self._running) if other not in taken)
             self._let_go(last)
@@ -144,4 +162,7 @@ def _num_left(request: Request) -> int:
 def _wanted(request: Request, table: PageTable, budget: int) -> Scheduled:
     num_left = _num_left(request)
     start = len(request.token_ids) - num_left
-    return Scheduled(request, table, start, start + min(budget, num_left))
+    stop = start + min(budget, num_left)
+    is_last = stop == len(request.token_ids)
+    drafts = request.draft_token_ids[: budget - num_left] if is_last else []
+    return Scheduled(request, table, start, stop, tuple(drafts))
