@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from duckllm.cluster import open_cluster
-from duckllm.config import ClusterConfig, available_cores
-from duckllm.errors import CheckpointError
-from duckllm.models.registry import ModelFolder, load_config, load_model
+from duckllm.config import ClusterConfig, StepConfig, available_cores
+from duckllm.errors import CheckpointError, ConfigError, InWords
+from duckllm.models.registry import ModelFolder, load_config, load_draft_layer, load_model
 from duckllm.moe.placement import plan_workers
 from duckllm.prefill import check_prefill, select_isa
 from duckllm.transport.transport import Transport
@@ -50,7 +50,21 @@ class ClusterInfo:
     pids: tuple[int, ...] = ()
 
 
-def begin_workers(stack: ExitStack, model: ModelFolder, config: ClusterConfig) -> Cluster:
+def drafts(model: ModelFolder, step_config: StepConfig) -> bool:
+    """Whether tokens are guessed ahead.
+
+    Raises:
+        ConfigError: It is asked for, and the checkpoint has no layer that does it.
+    """
+    if step_config.draft in ("on", "stateless") and not model.has_draft_layer:
+        expected = "auto or off, as the checkpoint has no layer of multi-token prediction"
+        raise ConfigError("draft", InWords(step_config.draft), expected)
+    return step_config.draft != "off" and model.has_draft_layer
+
+
+def begin_workers(
+    stack: ExitStack, model: ModelFolder, config: ClusterConfig, step_config: StepConfig
+) -> Cluster:
     """Starts or finds the workers and gives each its plan; ``stack`` lets go of them.
 
     Raises:
@@ -67,7 +81,7 @@ def begin_workers(stack: ExitStack, model: ModelFolder, config: ClusterConfig) -
         wire_dtype=config.wire_dtype,
         reply_dtype=config.reply_dtype,
         weight_format=config.weight_format,
-        num_layers=model.num_layers,
+        num_layers=model.num_layers + drafts(model, step_config),
     )
     cluster = stack.enter_context(open_cluster(config))
     cluster.begin(plans)
@@ -79,6 +93,7 @@ def build_engine(
     model: ModelFolder,
     cluster: Cluster | None,
     config: ClusterConfig,
+    step_config: StepConfig,
     *,
     max_model_len: int | None,
     kv_cache_bytes: int | None,
@@ -93,6 +108,7 @@ def build_engine(
         model: The converted model.
         cluster: Workers from :func:`begin_workers`; None computes the experts in this process.
         config: The cluster's configuration.
+        step_config: What steps do beside the necessary.
         max_model_len: As for :class:`duckllm.LLM`.
         kv_cache_bytes: As for :class:`duckllm.LLM`.
         max_num_seqs: As for :class:`duckllm.LLM`.
@@ -106,7 +122,7 @@ def build_engine(
     """
     import torch
 
-    from duckllm.engine.engine import Engine
+    from duckllm.engine.engine import Drafting, Engine
     from duckllm.engine.kv_cache import resolve_cache_tokens, resolve_max_model_len
     from duckllm.weights.host_tensors import HostTensors
 
@@ -125,13 +141,27 @@ def build_engine(
         experts, info = _experts_here(model, config)
     else:
         experts, info = _experts_on_workers(stack, model, cluster, config)
+    loaded = load_model(parsed, tensors, experts, max_tokens=length)
+    drafting = None
+    if drafts(model, step_config):
+        is_stateless = step_config.draft == "stateless"
+        drafting = Drafting(
+            load_draft_layer(loaded, tensors, experts),
+            step_config.draft_tokens,
+            "on" if is_stateless else step_config.draft,
+            is_stateless,
+        )
+    # Experts in this process are computed when they are waited for: there is nothing to overlap.
+    lanes = "off" if cluster is None and step_config.lanes == "auto" else step_config.lanes
     engine = Engine(
-        load_model(parsed, tensors, experts, max_tokens=length),
+        loaded,
         max_model_len=length,
         max_step_tokens=config.max_step_tokens,
         cache_tokens=cache_tokens,
         max_num_seqs=max_num_seqs,
         eos_token_ids=frozenset(tokenizer.eos_token_ids),
+        drafting=drafting,
+        lanes=lanes,
     )
     return engine, info
 

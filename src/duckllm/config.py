@@ -15,6 +15,9 @@ WEIGHT_FORMATS = ("fp9", "fp8")  # what each is, duckllm.weights.formats says
 SCALE_LAYOUTS = ("block", "channel")  # one scale for 128 x 128 weights, or for a row of a matrix
 PREFILLS = ("f32", "bf16")  # csrc/kernels/experts.h says what each computes
 FORMAT_CHOICES = ("auto", *WEIGHT_FORMATS)
+DRAFTS = ("auto", "on", "off", "stateless")
+LANES = ("auto", "on", "off")
+MAX_DRAFT_TOKENS = 8
 MAX_WORKERS = 1024
 MAX_THREADS = 1024
 MAX_STEP_TOKENS = 65536
@@ -90,6 +93,34 @@ class ClusterConfig:
             raise ConfigError("cluster_token", type(self.cluster_token).__name__, "text, or None")
         if self.cluster_token is not None and not is_utf8(self.cluster_token):
             raise ConfigError("cluster_token", InWords("text that UTF-8 cannot hold"), "valid text")
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """What a step does beside the necessary to be faster; none of it changes a token.
+
+    Args:
+        draft: Whether the checkpoint's layer of multi-token prediction guesses tokens ahead: ``"on"``,
+            ``"off"``, ``"auto"`` where there is such a layer and while it was measured to pay, or
+            ``"stateless"``, which guesses without what was before and is there to be compared with.
+        draft_tokens: Most tokens guessed at once.
+        lanes: Whether a step is computed in two lanes, the one's attention while the workers compute the
+            other's experts: ``"on"``, ``"off"``, or ``"auto"`` with workers and while it was measured to pay.
+    """
+
+    draft: str = "auto"
+    draft_tokens: int = 1
+    lanes: str = "auto"
+
+    def __post_init__(self) -> None:
+        for field, known in (("draft", DRAFTS), ("lanes", LANES)):
+            value = getattr(self, field)
+            if not isinstance(value, str) or value not in known:
+                raise ConfigError(field, value, "one of " + ", ".join(known))
+        if type(self.draft_tokens) is not int or not 1 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ConfigError(
+                "draft_tokens", self.draft_tokens, f"a whole number from 1 to {MAX_DRAFT_TOKENS}"
+            )
 
 
 def is_utf8(text: str) -> bool:

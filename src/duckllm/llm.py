@@ -16,10 +16,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from duckllm.assembly import ClusterInfo, begin_workers, build_engine
-from duckllm.config import MAX_THREADS, MAX_WORKERS, ClusterConfig
+from duckllm.config import MAX_THREADS, MAX_WORKERS, ClusterConfig, StepConfig
 from duckllm.errors import CheckpointError, ConfigError, InWords, RequestError
 from duckllm.models.registry import open_model
-from duckllm.outputs import RequestOutput, StreamOutput
+from duckllm.outputs import EngineMetrics, RequestOutput, StreamOutput
 from duckllm.sampling_params import SamplingParams
 from duckllm.text import Tokenizer
 from duckllm.weights.checkpoint import load_json
@@ -48,6 +48,12 @@ class LLM:
         max_num_seqs: Most requests that are computed at a time; others wait.
         host_threads: Threads of the host's own layers; 0 decides by the model and the cores there are. It is
             torch's setting, and so holds for the whole process.
+        draft: Whether tokens are guessed ahead, by the layer of multi-token prediction that a checkpoint may
+            have, and checked several at once: ``"auto"`` where it is measured to pay, ``"on"``, ``"off"``, or
+            ``"stateless"`` to see what a guess without what was before is worth. No token depends on it.
+        draft_tokens: Most tokens guessed at once.
+        lanes: Whether the host computes one half of a step while the workers compute the other: ``"auto"``
+            where it is measured to pay, ``"on"`` or ``"off"``. No token depends on it.
         **cluster_options: Any other field of :class:`duckllm.config.ClusterConfig`.
 
     Raises:
@@ -74,9 +80,13 @@ class LLM:
         kv_cache_bytes: int | None = None,
         max_num_seqs: int = 64,
         host_threads: int = 0,
+        draft: str = "auto",
+        draft_tokens: int = 1,
+        lanes: str = "auto",
         **cluster_options: Any,
     ) -> None:
         cluster_config = _cluster_config(workers, cluster_options)
+        step_config = StepConfig(draft, draft_tokens, lanes)
         in_process = workers == 0
         _check_int("host_threads", host_threads, 0, MAX_THREADS)
         if not isinstance(model, str | Path | None):
@@ -92,13 +102,14 @@ class LLM:
         # Closes the workers when the object goes, and at the interpreter's exit, if nobody did before.
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), stack)
         try:
-            cluster = None if in_process else begin_workers(stack, opened, cluster_config)
+            cluster = None if in_process else begin_workers(stack, opened, cluster_config, step_config)
             self.tokenizer = Tokenizer(opened.path)
             self._engine, self._cluster_info = build_engine(
                 stack,
                 opened,
                 cluster,
                 cluster_config,
+                step_config,
                 max_model_len=max_model_len,
                 kv_cache_bytes=kv_cache_bytes,
                 max_num_seqs=max_num_seqs,
@@ -125,6 +136,10 @@ class LLM:
     def cluster_info(self) -> ClusterInfo:
         """What computes the experts."""
         return self._cluster_info
+
+    def stats(self) -> EngineMetrics:
+        """What was computed so far and how long it took, in all and over the last steps."""
+        return self._engine.stats.metrics()
 
     def generate(
         self,
@@ -326,7 +341,7 @@ def _cluster_config(workers: Any, options: dict[str, Any]) -> ClusterConfig:
     unknown = sorted(set(options) - known)
     if unknown:
         names = ["model", "workers", "max_model_len", "kv_cache_bytes", "max_num_seqs"]
-        names += ["host_threads", *sorted(known)]
+        names += ["host_threads", "draft", "draft_tokens", "lanes", *sorted(known)]
         raise TypeError(
             f"LLM() got unexpected keyword arguments: {', '.join(unknown)}; known: {', '.join(names)}"
         )

@@ -72,6 +72,11 @@ def test_json_is_one_object_with_the_same_facts(duckllm: Any) -> None:
         "num_generated_tokens": 2,
         "time_to_first_token_s": 0.25,
         "decode_tokens_per_s": 12.5,
+        "num_draft_tokens": 0,
+        "num_accepted_tokens": 0,
+        "prefill_tokens_per_s": None,
+        "inter_token_p50_s": None,
+        "inter_token_p99_s": None,
     }
     assert done.out.count("\n") == 1
 
@@ -298,6 +303,13 @@ def test_facts_leave_out_what_is_unknown() -> None:
         "[1 worker, fp9, avx512, 1 token, first token after 0.50 s]"
     )
     assert describe_workers(FakeInfo(0, "fp9", ("avx2",))) == "no workers, fp9, avx2"
+
+
+def test_facts_count_the_guesses() -> None:
+    guessed = RequestMetrics(3, 9, 0.5, 20.0, num_draft_tokens=5, num_accepted_tokens=4)
+    assert describe_facts(FakeInfo(1, "fp8", ("avx2",)), guessed, "stopped") == (
+        "[1 worker, fp8, avx2, 9 tokens, 20.0 tok/s, first token after 0.50 s, 4 of 5 guesses right, stopped]"
+    )
 
 
 def test_every_verb_is_mounted() -> None:

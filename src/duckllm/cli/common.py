@@ -82,6 +82,8 @@ def describe_facts(info: ClusterInfo, metrics: RequestMetrics, ending: str = "")
         facts.append(f"{metrics.decode_tokens_per_s:.1f} tok/s")
     if metrics.time_to_first_token_s is not None:
         facts.append(f"first token after {metrics.time_to_first_token_s:.2f} s")
+    if metrics.num_draft_tokens:
+        facts.append(f"{metrics.num_accepted_tokens} of {metrics.num_draft_tokens} guesses right")
     if ending:
         facts.append(ending)
     return "[" + ", ".join(facts) + "]"

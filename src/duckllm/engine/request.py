@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -177,7 +178,7 @@ class Request:
             self._texts[number],
             (self.token_ids[self.num_given_tokens - 1],),
             self.finish_reason if is_last else None,
-            self.metrics(),
+            replace(self.metrics(), num_generated_tokens=number + 1),
             self.index,
             None if self.params.logprobs is None else (self._logprobs[number],),
             self.stop_reason if is_last else None,

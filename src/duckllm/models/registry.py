@@ -21,6 +21,7 @@ from duckllm.weights.resolve import resolve_model
 if TYPE_CHECKING:
     from duckllm.models.causal_lm import CausalLM
     from duckllm.models.config import ModelConfig
+    from duckllm.models.mtp import MTPLayer
     from duckllm.moe.executor import ExpertExecutor
     from duckllm.weights.host_tensors import HostTensors
 
@@ -49,6 +50,11 @@ class ModelFolder:
     path: Path
     manifest: Manifest
     num_layers: int
+
+    @property
+    def has_draft_layer(self) -> bool:
+        """Whether the checkpoint has a layer of multi-token prediction."""
+        return self.num_layers in self.manifest.expert_layers
 
 
 def open_model(model: str | Path | None) -> ModelFolder:
@@ -105,6 +111,13 @@ def load_model(
     from duckllm.models.causal_lm import CausalLM
 
     return CausalLM(config, tensors, experts, max_tokens=max_tokens)
+
+
+def load_draft_layer(model: CausalLM, tensors: HostTensors, experts: ExpertExecutor) -> MTPLayer:
+    """The layer of multi-token prediction of a model that is loaded, with its tensors."""
+    from duckllm.models.mtp import MTPLayer
+
+    return MTPLayer(model, tensors, experts)
 
 
 def _check_manifest(manifest: Manifest, layout: ModelLayout) -> None:
