@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ from zlib import crc32
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
@@ -26,12 +24,10 @@ from duckllm.models.registry import load_config
 from duckllm.moe.local import LocalExperts
 from duckllm.text import Tokenizer
 from duckllm.text.quiet import quiet_transformers
-from duckllm.weights.architectures import layout_of
 from duckllm.weights.convert import convert
 from duckllm.weights.host_tensors import HostTensors
-from duckllm.weights.layout import PROJECTIONS, ModelLayout
 from duckllm.weights.manifest import Manifest
-from support.families import Spec, exactly_e4m3, random_tokens, random_values, write_model
+from support.families import Spec, add_mtp_layer, random_tokens, write_model
 from support.models import TOLERANCE, build_model, difference
 from support.reference import load_reference, ties_by_position
 
@@ -129,24 +125,6 @@ def draft_logits(
 
 def chunks(tokens: torch.Tensor, size: int) -> Iterator[tuple[int, torch.Tensor]]:
     return zip(range(0, len(tokens), size), tokens.split(size), strict=True)
-
-
-def add_mtp_layer(checkpoint: Path, seed: int) -> None:
-    """Gives a checkpoint of transformers, which saves none, a random MTP layer."""
-    config = json.loads((checkpoint / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
-    (checkpoint / "config.json").write_text(json.dumps(config))
-    tensors, layer = load_file(checkpoint / "model.safetensors"), config["num_hidden_layers"]
-    layout = layout_of(config, {f"model.layers.{layer}.": None})
-    generator = torch.Generator().manual_seed(seed)
-    for name, shape in layout.host_shapes.items():
-        if ModelLayout.layer_of(name) == layer:
-            tensors[name] = random_values(name, shape, generator).bfloat16()
-    for expert in range(layout.num_experts):
-        for projection in PROJECTIONS:
-            name = layout.expert_weight(layer, expert, projection)
-            values = random_values(name, layout.expert_shape(projection), generator)
-            tensors[name] = exactly_e4m3(values).bfloat16()
-    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
 
 
 def load_reference_mtp(checkpoint: Path, model: transformers.PreTrainedModel) -> MtpModel:

@@ -21,7 +21,9 @@ from safetensors.torch import load_file, save_file
 from duckllm.engine.engine import Engine
 from duckllm.models.causal_lm import CausalLM
 from duckllm.text.quiet import quiet_transformers
+from duckllm.weights.architectures import layout_of
 from duckllm.weights.convert import convert
+from duckllm.weights.layout import PROJECTIONS, ModelLayout
 from support.checkpoints import BASE_CONFIG, BLOCK, E4M3_MAX, quantise
 from support.models import TOLERANCE, all_logits, build_model, difference, greedy
 from support.reference import load_reference, reference_logits
@@ -124,6 +126,24 @@ def write_model(folder: Path, spec: Spec, seed: int) -> None:
         rewrite_as_fp8(folder)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | dict(spec.file_config)))
+
+
+def add_mtp_layer(checkpoint: Path, seed: int) -> None:
+    """Gives a checkpoint of transformers, which saves none, a random MTP layer."""
+    config = json.loads((checkpoint / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    tensors, layer = load_file(checkpoint / "model.safetensors"), config["num_hidden_layers"]
+    layout = layout_of(config, {f"model.layers.{layer}.": None})
+    generator = torch.Generator().manual_seed(seed)
+    for name, shape in layout.host_shapes.items():
+        if ModelLayout.layer_of(name) == layer:
+            tensors[name] = random_values(name, shape, generator).bfloat16()
+    for expert in range(layout.num_experts):
+        for projection in PROJECTIONS:
+            name = layout.expert_weight(layer, expert, projection)
+            values = random_values(name, layout.expert_shape(projection), generator)
+            tensors[name] = exactly_e4m3(values).bfloat16()
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
 
 
 @torch.no_grad()
