@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from duckllm.cluster import open_cluster
@@ -48,6 +49,23 @@ class ClusterInfo:
     isas: tuple[str, ...]
     addresses: tuple[str, ...] = ()
     pids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class CacheLimits:
+    """Room for the KV cache, as :class:`duckllm.LLM` was asked for it.
+
+    Args:
+        cache_bytes: Of its pool; None decides by the memory there is.
+        memory_bytes: Of the memory tier.
+        disk_dir: Folder of the disk tier; None for none.
+        disk_bytes: Of the disk tier; None for the default.
+    """
+
+    cache_bytes: int | None = None
+    memory_bytes: int = 0
+    disk_dir: Path | None = None
+    disk_bytes: int | None = None
 
 
 def drafts(model: ModelFolder, step_config: StepConfig) -> bool:
@@ -96,7 +114,7 @@ def build_engine(
     step_config: StepConfig,
     *,
     max_model_len: int | None,
-    kv_cache_bytes: int | None,
+    cache_limits: CacheLimits,
     max_num_seqs: int,
     host_threads: int,
     tokenizer: Tokenizer,
@@ -110,7 +128,7 @@ def build_engine(
         config: The cluster's configuration.
         step_config: What steps do beside the necessary.
         max_model_len: As for :class:`duckllm.LLM`.
-        kv_cache_bytes: As for :class:`duckllm.LLM`.
+        cache_limits: Memory and disk of the KV cache.
         max_num_seqs: As for :class:`duckllm.LLM`.
         host_threads: As for :class:`duckllm.LLM`.
         tokenizer: The model's; says which tokens end a reply.
@@ -124,6 +142,7 @@ def build_engine(
 
     from duckllm.engine.engine import Drafting, Engine
     from duckllm.engine.kv_cache import resolve_cache_tokens, resolve_max_model_len
+    from duckllm.engine.tiers import DEFAULT_DISK_BYTES, TierSettings
     from duckllm.weights.host_tensors import HostTensors
 
     parsed = load_config(model.path)
@@ -133,7 +152,7 @@ def build_engine(
             f"expected ids below vocab_size, {parsed.vocab_size}, of its config.json"
         )
     length = resolve_max_model_len(max_model_len, parsed)
-    cache_tokens = resolve_cache_tokens(kv_cache_bytes, length, parsed)
+    cache_tokens = resolve_cache_tokens(cache_limits.cache_bytes, length, parsed)
     tensors = HostTensors(model.path)
     shares_cores = cluster is not None and not config.addresses
     torch.set_num_threads(host_threads or _host_threads(tensors, shares_cores))
@@ -162,8 +181,23 @@ def build_engine(
         eos_token_ids=frozenset(tokenizer.eos_token_ids),
         drafting=drafting,
         lanes=lanes,
+        tiers=TierSettings(
+            model.manifest.model_hash,
+            _arithmetic(config, step_config, info),
+            cache_limits.memory_bytes,
+            cache_limits.disk_dir,
+            DEFAULT_DISK_BYTES if cache_limits.disk_bytes is None else cache_limits.disk_bytes,
+        ),
     )
+    stack.callback(engine.kv_cache.shut)
     return engine, info
+
+
+def _arithmetic(config: ClusterConfig, step_config: StepConfig, info: ClusterInfo) -> str:
+    """What rounds activations or leaves the drafting layer's rows out: pages that differ are strangers."""
+    prefill = "bf16" if any("+" in isa for isa in info.isas) else "f32"
+    stateless = ", stateless drafts" if step_config.draft == "stateless" else ""
+    return f"wire {config.wire_dtype}, replies {config.reply_dtype}, prefill {prefill}{stateless}"
 
 
 def _host_threads(tensors: HostTensors, shares_cores: bool) -> int:

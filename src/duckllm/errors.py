@@ -9,6 +9,7 @@
     │   ├── WeightFormatError         a weight that the format cannot hold, or an unknown format version
     │   └── WeightHashError           a file's content is not what its manifest says
     ├── MissingPackageError       a package that an option needs is not installed
+    ├── CacheFormatError          kept pages or a kept conversation of another model or format
     ├── DiskSpaceError            not enough room for what is about to be written
     ├── RequestError              a request that cannot be honoured
     │   └── PromptTooLongError        more tokens than the context holds
@@ -110,6 +111,10 @@ class MissingPackageError(DuckError):
 
 class DiskSpaceError(DuckError):
     """Not enough room for what is about to be written."""
+
+
+class CacheFormatError(DuckError):
+    """Kept pages of the KV cache, or a kept conversation, are of another model or another format."""
 
 
 class RequestError(DuckError):

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from duckllm.assembly import ClusterInfo, begin_workers, build_engine
+from duckllm.assembly import CacheLimits, ClusterInfo, begin_workers, build_engine
 from duckllm.config import MAX_THREADS, MAX_WORKERS, ClusterConfig, StepConfig
 from duckllm.errors import CheckpointError, ConfigError, InWords, RequestError
 from duckllm.models.registry import open_model
@@ -45,6 +45,12 @@ class LLM:
         kv_cache_bytes: Memory of the KV cache, over all requests; None for 2 GiB, or what one context of
             ``max_model_len`` takes if that is more. What was computed stays in it as long as there is room,
             and is taken up where another prompt begins alike.
+        kv_memory_bytes: Memory for what leaves the KV cache, from where it comes back; 0 for none, as a
+            larger KV cache serves as well while it lies in the same memory.
+        kv_disk_dir: A folder for pages of the KV cache, which another process goes on from: what a request
+            has computed is saved there at its end. It holds what was said; None for none.
+        kv_disk_bytes: Most bytes of files in that folder, of which the ones used longest ago go first; None
+            for 16 GiB.
         max_num_seqs: Most requests that are computed at a time; others wait.
         host_threads: Threads of the host's own layers; 0 decides by the model and the cores there are. It is
             torch's setting, and so holds for the whole process.
@@ -58,6 +64,7 @@ class LLM:
 
     Raises:
         ConfigError: A value is of the wrong kind or out of range.
+        CacheFormatError: ``kv_disk_dir`` holds pages of another model or format.
         ModelError: The model cannot be found or used.
         ClusterError: The workers do not start or cannot be reached.
         TypeError: An unknown argument, by name.
@@ -78,6 +85,9 @@ class LLM:
         workers: int | str | Sequence[str] = 2,
         max_model_len: int | None = None,
         kv_cache_bytes: int | None = None,
+        kv_memory_bytes: int = 0,
+        kv_disk_dir: str | Path | None = None,
+        kv_disk_bytes: int | None = None,
         max_num_seqs: int = 64,
         host_threads: int = 0,
         draft: str = "auto",
@@ -96,6 +106,7 @@ class LLM:
         if kv_cache_bytes is not None:
             _check_int("kv_cache_bytes", kv_cache_bytes, 1)
         _check_int("max_num_seqs", max_num_seqs, 1)
+        limits = CacheLimits(kv_cache_bytes, *_tier_limits(kv_memory_bytes, kv_disk_dir, kv_disk_bytes))
         opened = open_model(model)
         self.default_sampling_params = _default_sampling_params(opened.path)
         stack = ExitStack()
@@ -111,7 +122,7 @@ class LLM:
                 cluster_config,
                 step_config,
                 max_model_len=max_model_len,
-                kv_cache_bytes=kv_cache_bytes,
+                cache_limits=limits,
                 max_num_seqs=max_num_seqs,
                 host_threads=host_threads,
                 tokenizer=self.tokenizer,
@@ -130,7 +141,10 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Ends the workers that were started here and the connections to others; harmless when repeated."""
+        """Ends the workers that were started here and the connections to others; harmless when repeated.
+
+        Waits until pages that are to be saved are on the disk.
+        """
         self._finalizer()
 
     def cluster_info(self) -> ClusterInfo:
@@ -336,12 +350,26 @@ def _check_int(field: str, value: object, least: int, most: int | None = None) -
         raise ConfigError(field, value, f"an integer {limits}")
 
 
+def _tier_limits(
+    memory_bytes: int, disk_dir: str | Path | None, disk_bytes: int | None
+) -> tuple[int, Path | None, int | None]:
+    _check_int("kv_memory_bytes", memory_bytes, 0)
+    if not isinstance(disk_dir, str | Path | None) or not str(disk_dir):
+        raise ConfigError("kv_disk_dir", disk_dir, "a folder's name, a Path, or None for no disk tier")
+    if disk_bytes is not None:
+        _check_int("kv_disk_bytes", disk_bytes, 1)
+        if disk_dir is None:
+            raise ConfigError("kv_disk_bytes", disk_bytes, "None without kv_disk_dir")
+    return memory_bytes, None if disk_dir is None else Path(disk_dir).expanduser(), disk_bytes
+
+
 def _cluster_config(workers: Any, options: dict[str, Any]) -> ClusterConfig:
     known = {field.name for field in dataclasses.fields(ClusterConfig)} - {"workers", "addresses"}
     unknown = sorted(set(options) - known)
     if unknown:
-        names = ["model", "workers", "max_model_len", "kv_cache_bytes", "max_num_seqs"]
-        names += ["host_threads", "draft", "draft_tokens", "lanes", *sorted(known)]
+        names = ["model", "workers", "max_model_len", "kv_cache_bytes", "kv_memory_bytes", "kv_disk_dir"]
+        names += ["kv_disk_bytes", "max_num_seqs", "host_threads", "draft", "draft_tokens", "lanes"]
+        names += sorted(known)
         raise TypeError(
             f"LLM() got unexpected keyword arguments: {', '.join(unknown)}; known: {', '.join(names)}"
         )

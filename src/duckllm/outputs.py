@@ -24,6 +24,26 @@ class Logprob:
 
 
 @dataclass(frozen=True)
+class CachedTokens:
+    """Tokens of a prompt that were not computed because they were in the KV cache, by where they lay.
+
+    Args:
+        device: In its pool.
+        memory: In the memory tier.
+        disk: In the disk tier.
+    """
+
+    device: int = 0
+    memory: int = 0
+    disk: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.device + self.memory + self.disk
+
+
+@dataclass(frozen=True)
 class RequestMetrics:
     """Counts and times of one reply, or of all replies of a request.
 
@@ -39,6 +59,7 @@ class RequestMetrics:
         inter_token_p50_s: Median of the times between tokens, seconds; 0 where a guess was right. None
             before the reply has ended, or where it has one token.
         inter_token_p99_s: What 99 of 100 of these times are at most.
+        cached_tokens: Tokens of the prompt that were found in the KV cache; of several replies, by the first.
     """
 
     num_prompt_tokens: int
@@ -50,6 +71,12 @@ class RequestMetrics:
     prefill_tokens_per_s: float | None = None
     inter_token_p50_s: float | None = None
     inter_token_p99_s: float | None = None
+    cached_tokens: CachedTokens = CachedTokens()
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that were not computed, as the KV cache had them."""
+        return self.cached_tokens.total
 
 
 @dataclass(frozen=True)
@@ -144,6 +171,11 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     finished: bool
     metrics: RequestMetrics
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that were not computed, as the KV cache had them."""
+        return self.metrics.num_cached_tokens
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from duckllm.engine.request import Request
 from duckllm.engine.scheduler import Scheduled, Scheduler
 from duckllm.engine.speculative import Computed, Drafter
 from duckllm.engine.stats import Choices, EngineStats, StepWatch
+from duckllm.engine.tiers import TierSettings
 from duckllm.layers.step import LayerCache, SequenceStep
 from duckllm.models.causal_lm import CausalLM
 from duckllm.models.mtp import MTPLayer
@@ -54,6 +55,7 @@ class Engine:
         drafting: How tokens are guessed ahead; None for not at all.
         lanes: Whether a step's rows are computed in two lanes, the one's attention while the other's experts
             are computed: ``"on"``, ``"off"``, or ``"auto"`` for where it pays.
+        tiers: Where pages of the KV cache go when their room is needed; None for nowhere.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Engine:
         eos_token_ids: frozenset[int] = frozenset(),
         drafting: Drafting | None = None,
         lanes: str = "off",
+        tiers: TierSettings | None = None,
     ) -> None:
         self.model = model
         self.max_model_len = max_model_len
@@ -76,7 +79,7 @@ class Engine:
             own = model.new_kv_cache(max_tokens)
             return own if drafting is None else [*own, drafting.layer.new_kv_cache(max_tokens)]
 
-        self.kv_cache = KvCache(new_tensors, cache_tokens)
+        self.kv_cache = KvCache(new_tensors, cache_tokens, tiers)
         self.drafter: Drafter | None = None
         if drafting is not None:
             self.drafter = Drafter(

@@ -3,25 +3,31 @@
 Called by the scheduler. A page holds what every layer keeps of PAGE_TOKENS consecutive tokens; the layout
 inside belongs to the attention layers. A page that is full is known by a hash of its tokens and of all before
 them, so that another request with the same beginning takes it as it is. A page that nobody uses keeps its
-content until the room is needed; the one that was left longest goes first.
+content until the room is needed; the one that was left longest goes first, and moves to the tiers below
+(:mod:`duckllm.engine.tiers`), from where it comes back.
 """
 
 from __future__ import annotations
 
-import hashlib
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from duckllm.config import total_memory_bytes
+from duckllm.engine.page_files import PageBytes, PageFormat, PageKey
+from duckllm.engine.tiers import PENDING, Tiers, TierSettings
 from duckllm.errors import ConfigError
 from duckllm.layers.step import LayerCache, SequenceStep
 from duckllm.models.config import ModelConfig
 
 PAGE_TOKENS = 16
+# Most bytes that come up from the tiers in one step: those who answer wait for them.
+FETCH_BYTES = 64 << 20
+_WAIT_S = 1.0
 DEFAULT_BUDGET_BYTES = 2 << 30
 
 
@@ -85,33 +91,58 @@ class PageTable:
     Args:
         pages: Their numbers.
         hashes: Of the first ones, which are full.
+        coming: The pages that follow these, which the tiers below have; :meth:`KvCache.fetch` brings them up.
+        found: How many of the pages were found, by tier.
+        is_used: Whether something was computed with them.
     """
 
     pages: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
+    coming: deque[PageKey] = field(default_factory=deque)
+    found: Counter[str] = field(default_factory=Counter)
+    is_used: bool = False
 
 
 class KvCache:
     """Memory for the tokens of many contexts.
 
     Args:
-        new_tensors: Makes each layer's tensors for so many tokens, [max_tokens, width] each.
+        new_tensors: Makes the tensors that hold a number of tokens: for each layer some [tokens, width].
         max_tokens: Most tokens, over all contexts; rounded down to whole pages.
+        tiers: What there is below.
+
+    Raises:
+        ConfigError: A tier's budget holds no page, or its folder cannot be used.
+        CacheFormatError: The folder is another model's, or of another format.
     """
 
-    def __init__(self, new_tensors: Callable[[int], list[LayerCache]], max_tokens: int) -> None:
+    def __init__(
+        self,
+        new_tensors: Callable[[int], list[LayerCache]],
+        max_tokens: int,
+        tiers: TierSettings | None = None,
+    ) -> None:
         self.num_pages = max_tokens // PAGE_TOKENS
         self.tensors = new_tensors(self.num_pages * PAGE_TOKENS)
+        settings = tiers or TierSettings()
+        self.format = page_format(self.tensors, settings)
+        self._pages_a_fetch = max(1, FETCH_BYTES // self.format.page_bytes)
+        self._tiers = Tiers(settings, self.format, self._copy_page)
         self.clear()
 
     def clear(self) -> None:
-        """Forgets everything; tables that were open are void."""
+        """Forgets everything in the pool; tables that were open are void."""
+        self._tiers.forget_pool()
         self._users = np.zeros(self.num_pages, np.int32)
         self._is_free = np.ones(self.num_pages, bool)
         self._num_free = self.num_pages
         self._page_of: dict[bytes, int] = {}
-        self._hash_of: dict[int, bytes] = {}
+        self._key_of: dict[int, PageKey] = {}
         self._unused: OrderedDict[int, None] = OrderedDict()  # with content, longest left first
+
+    def shut(self) -> None:
+        """Waits until what is to be saved is saved; harmless when repeated."""
+        self._tiers.close()
 
     @property
     def num_available_pages(self) -> int:
@@ -119,22 +150,82 @@ class KvCache:
         return self._num_free + len(self._unused)
 
     def open(self, token_ids: Sequence[int]) -> tuple[PageTable, int]:
-        """A table that begins with the pages that are known already, and how many tokens they hold.
+        """A table that begins with the pages that are in the pool, and how many tokens they hold.
 
-        At least one token is left to compute, as its logits are wanted.
+        What the tiers have of the pages behind them is ``coming``. At least one token is left to compute, as
+        its logits are wanted.
         """
         table = PageTable()
-        previous = b""
-        for first in range(0, (len(token_ids) - 1) // PAGE_TOKENS * PAGE_TOKENS, PAGE_TOKENS):
-            previous = _hash(previous, token_ids[first : first + PAGE_TOKENS])
-            page = self._page_of.get(previous)
-            if page is None:
+        for key in self._keys(token_ids[: (len(token_ids) - 1) // PAGE_TOKENS * PAGE_TOKENS]):
+            page = self._page_of.get(key.hash)
+            if page is not None and not table.coming:
+                self._share(table, key.hash, page)
+            elif page is not None or key.hash in self._tiers:
+                table.coming.append(key)
+            else:
                 break
-            self._unused.pop(page, None)
-            self._users[page] += 1
-            table.pages.append(page)
-            table.hashes.append(previous)
         return table, len(table.pages) * PAGE_TOKENS
+
+    def fetch(self, table: PageTable) -> bool:
+        """Brings up pages that are coming, as many as a step may; whether all that can be had are there.
+
+        Only one table at a time may be fetched for. Where the pool has no room, the rest is left.
+        """
+        self._tiers.read_ahead([key for key in table.coming if key.hash not in self._page_of])
+        for _ in range(self._pages_a_fetch):
+            if not table.coming:
+                break
+            key = table.coming[0]
+            page = self._page_of.get(key.hash)
+            if page is not None:
+                self._tiers.pass_over(key.hash)
+                self._share(table, key.hash, page)
+            elif not self.num_available_pages:
+                self._leave_rest(table)
+                break
+            else:
+                content, tier = self._tiers.take(key)
+                if content is PENDING:
+                    return False
+                if not isinstance(content, np.ndarray):
+                    self._leave_rest(table)
+                    break
+                page = self._take(table)
+                table.pages.append(page)
+                self._put_page(page, content)
+                self._know(page, key)
+                table.hashes.append(key.hash)
+                table.found[tier] += 1
+            table.coming.popleft()
+        return not table.coming
+
+    def wait_for(self, table: PageTable) -> None:
+        """Returns when :meth:`fetch` has something to do, or after a moment."""
+        if table.coming:
+            self._tiers.wait_for(table.coming[0].hash, _WAIT_S)
+
+    def _leave_rest(self, table: PageTable) -> None:
+        table.coming.clear()
+        self._tiers.cancel_reads()
+
+    def _share(self, table: PageTable, page_hash: bytes, page: int) -> None:
+        self._unused.pop(page, None)
+        self._users[page] += 1
+        table.pages.append(page)
+        table.hashes.append(page_hash)
+        table.found["device"] += 1
+
+    def _know(self, page: int, key: PageKey) -> None:
+        if self._page_of.setdefault(key.hash, page) == page:
+            self._key_of[page] = key
+
+    def _keys(self, token_ids: Sequence[int], previous: bytes | None = None) -> Iterator[PageKey]:
+        """The keys of pages with these tokens, behind ``previous`` or from the beginning."""
+        parent = self.format.seed if previous is None else previous
+        for first in range(0, len(token_ids), PAGE_TOKENS):
+            key = PageKey.of(parent, array("q", token_ids[first : first + PAGE_TOKENS]).tobytes())
+            yield key
+            parent = key.hash
 
     def reserve(self, table: PageTable, num_tokens: int) -> bool:
         """Pages for the first ``num_tokens`` tokens; False, and nothing changed, where there are too few."""
@@ -147,21 +238,28 @@ class KvCache:
 
     def seal(self, table: PageTable, token_ids: Sequence[int], num_computed: int) -> None:
         """Makes the pages that are full by now known to others."""
-        for number in range(len(table.hashes), num_computed // PAGE_TOKENS):
-            previous = table.hashes[-1] if table.hashes else b""
-            first = number * PAGE_TOKENS
-            table.hashes.append(_hash(previous, token_ids[first : first + PAGE_TOKENS]))
-            if self._page_of.setdefault(table.hashes[-1], table.pages[number]) == table.pages[number]:
-                self._hash_of[table.pages[number]] = table.hashes[-1]
+        table.is_used = True
+        num_known = len(table.hashes)
+        new = token_ids[num_known * PAGE_TOKENS : num_computed // PAGE_TOKENS * PAGE_TOKENS]
+        keys = self._keys(new, table.hashes[-1] if table.hashes else None)
+        for number, key in enumerate(keys, start=num_known):
+            table.hashes.append(key.hash)
+            self._know(table.pages[number], key)
 
     def close(self, table: PageTable) -> None:
         """Lets go of a table's pages; those that are known keep their content for the next one."""
+        if table.coming:
+            self._leave_rest(table)
+        if table.is_used:
+            # Of pages that two have computed one is known, and it may be gone by now.
+            pages = [self._page_of[each] for each in table.hashes if each in self._page_of]
+            self._tiers.save([(self._key_of[page], page) for page in pages])
         # The last pages of a context are of least use to others: they go first.
         for page in reversed(table.pages):
             self._users[page] -= 1
             if self._users[page]:
                 continue
-            if page in self._hash_of:
+            if page in self._key_of:
                 self._unused[page] = None
             else:
                 self._is_free[page] = True
@@ -193,7 +291,9 @@ class KvCache:
             self._num_free -= 1
         else:
             page, _ = self._unused.popitem(last=False)
-            del self._page_of[self._hash_of.pop(page)]
+            key = self._key_of.pop(page)
+            del self._page_of[key.hash]
+            self._tiers.leaves_pool(key, page)
         self._users[page] = 1
         return page
 
@@ -205,6 +305,36 @@ class KvCache:
         start, stop = int(starts[longest]), int(stops[longest])
         return start if start == 0 else start + (stop - start) // 2
 
+    def _parts(self, page: int, content: PageBytes) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each tensor's rows of a page, and the part of ``content`` that holds them."""
+        start = 0
+        for tensor in (tensor for layer in self.tensors for tensor in layer):
+            rows = tensor[page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS]
+            stop = start + rows.numel() * rows.element_size()
+            yield rows, torch.from_numpy(content[start:stop]).view(rows.dtype).view(rows.shape)
+            start = stop
 
-def _hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
-    return hashlib.blake2b(previous + array("q", token_ids).tobytes(), digest_size=16).digest()
+    def _copy_page(self, page: int) -> PageBytes:
+        content = np.empty(self.format.page_bytes, np.uint8)
+        for rows, part in self._parts(page, content):
+            part.copy_(rows)
+        return content
+
+    def _put_page(self, page: int, content: PageBytes) -> None:
+        for rows, part in self._parts(page, content):
+            rows.copy_(part)
+
+
+def page_format(tensors: list[LayerCache], settings: TierSettings) -> PageFormat:
+    """The format of pages of these tensors."""
+    widths = tuple(tuple(tensor.shape[1] for tensor in layer) for layer in tensors)
+    dtype = tensors[0][0].dtype
+    token_bytes = sum(map(sum, widths)) * dtype.itemsize
+    return PageFormat(
+        settings.model_hash,
+        str(dtype).removeprefix("torch."),
+        widths,
+        PAGE_TOKENS,
+        PAGE_TOKENS * token_bytes,
+        settings.arithmetic,
+    )

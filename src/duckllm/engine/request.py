@@ -12,7 +12,14 @@ import torch
 from duckllm.engine.logprobs import token_logprobs
 from duckllm.engine.sampler import Sampler
 from duckllm.errors import ConfigError, PromptTooLongError, RequestError, show_value
-from duckllm.outputs import CompletionOutput, Logprob, RequestMetrics, StreamOutput, percentile
+from duckllm.outputs import (
+    CachedTokens,
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    StreamOutput,
+    percentile,
+)
 from duckllm.sampling_params import SamplingParams
 from duckllm.text.reply_text import ReplyText
 from duckllm.text.tokenizer import Tokenizer
@@ -67,6 +74,7 @@ class Request:
         self.num_computed_tokens = 0
         self.draft_token_ids: list[int] = []  # guesses at what follows, which the next step checks
         self.num_draft_tokens = self.num_accepted_tokens = 0
+        self.cached_tokens: CachedTokens | None = None  # of the prompt, as it was first scheduled
         self.num_given_tokens = self.num_prompt_tokens  # to whoever reads the reply
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
@@ -230,6 +238,7 @@ class Request:
             prefill_rate,
             percentile(gaps, 50),
             percentile(gaps, 99),
+            self.cached_tokens or CachedTokens(),
         )
 
     def _read(self, reply_text: ReplyText, token_id: int) -> str:

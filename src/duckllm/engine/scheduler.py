@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from duckllm.engine.kv_cache import KvCache, PageTable
+from duckllm.engine.kv_cache import PAGE_TOKENS, KvCache, PageTable
 from duckllm.engine.request import Request
+from duckllm.outputs import CachedTokens
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ class Scheduler:
         self.max_step_tokens, self.max_num_seqs, self.max_drafts = max_step_tokens, max_num_seqs, max_drafts
         self._waiting: deque[Request] = deque()
         self._running: dict[Request, PageTable] = {}  # in the order they came
+        # The one that waits for its beginning to come up from the tiers, and who would do so too meanwhile.
+        self._fetching: tuple[Request, PageTable] | None = None
+        self._passed: set[Request] = set()
         self._is_changing = False
 
     def __contains__(self, request: Request) -> bool:
@@ -73,6 +77,8 @@ class Scheduler:
             running = [request for request in self._running if request not in self._waiting]
             self._waiting.extendleft(reversed(running))
             self._running.clear()
+            self._fetching = None
+            self._passed.clear()
         self._is_changing = True
         yield
         self._is_changing = False
@@ -90,6 +96,9 @@ class Scheduler:
                     self._let_go(request)
                 else:
                     self._waiting.remove(request)
+                    self._passed.discard(request)
+                    if self._fetching is not None and self._fetching[0] is request:
+                        self._stop_fetching()
 
     def finish(self, scheduled: Scheduled, num_sealed_tokens: int) -> None:
         """Makes known to others what is whole of the first tokens; lets go of a request that has ended."""
@@ -105,8 +114,12 @@ class Scheduler:
 
     def schedule(self) -> list[Scheduled]:
         """The next step, empty where nobody waits. One that was not computed is asked for again."""
-        with self._changing():
-            return self._schedule()
+        while True:
+            with self._changing():
+                step = self._schedule()
+            if step or self._fetching is None:
+                return step
+            self.kv_cache.wait_for(self._fetching[1])
 
     def _schedule(self) -> list[Scheduled]:
         step: list[Scheduled] = []
@@ -122,16 +135,23 @@ class Scheduler:
             if request in self._running:
                 step.append(wanted)
                 budget -= len(wanted.token_ids)
-        while self._waiting and budget and not preempted and len(self._running) < self.max_num_seqs:
-            request = self._waiting[0]
-            table, num_cached = self.kv_cache.open(request.token_ids)
+        for request in () if preempted else tuple(self._waiting):
+            if not budget or len(self._running) == self.max_num_seqs:
+                break
+            table = self._table_of(request)
+            if table is None:
+                continue
+            num_cached = len(table.pages) * PAGE_TOKENS
             # A guess is made from the hidden state of the token before, which is in no cache.
             request.num_computed_tokens = num_cached - 1 if num_cached and self.max_drafts else num_cached
             wanted = _wanted(request, table, budget)
             if not self.kv_cache.reserve(table, self._room(wanted)):
                 self.kv_cache.close(table)
                 break
-            self._running[self._waiting.popleft()] = table
+            self._waiting.remove(request)
+            self._running[request] = table
+            if request.cached_tokens is None:
+                request.cached_tokens = _cached_tokens(table)
             step.append(wanted)
             budget -= len(wanted.token_ids)
         return step
@@ -140,12 +160,44 @@ class Scheduler:
         """Tokens that need pages: what is computed, and as many guesses in it and behind it as may be."""
         return min(wanted.stop + 2 * self.max_drafts, wanted.request.max_model_len)
 
+    def _table_of(self, request: Request) -> PageTable | None:
+        """A table with all that is known of the request; None while some of that has yet to come up."""
+        if self._fetching is not None and self._fetching[0] is request:
+            table = self._fetching[1]
+        elif request in self._passed:
+            return None
+        else:
+            table, _ = self.kv_cache.open(request.token_ids)
+            if table.coming and self._fetching is not None:
+                table.coming.clear()  # it is not the one that is read for
+                self.kv_cache.close(table)
+                self._passed.add(request)
+                return None
+            if not table.coming:
+                return table
+            self._fetching = (request, table)
+        if not self.kv_cache.fetch(table):
+            return None
+        self._fetching = None
+        self._passed.clear()
+        return table
+
+    def _stop_fetching(self) -> None:
+        """What came up so far is left to whoever needs the room; the request waits as before."""
+        assert self._fetching is not None
+        self.kv_cache.close(self._fetching[1])
+        self._fetching = None
+        self._passed.clear()
+
     def _make_room(self, wanted: Scheduled, step: list[Scheduled]) -> bool:
         """Pages for what is wanted; requests that came last lose theirs. Whether none had to."""
         taken = {scheduled.request for scheduled in step}
         nobody_lost = True
         while not self.kv_cache.reserve(wanted.table, self._room(wanted)):
             nobody_lost = False
+            if self._fetching is not None:
+                self._stop_fetching()
+                continue
             last = next(other for other in reversed(self._running) if other not in taken)
             self._let_go(last)
             self._waiting.appendleft(last)
@@ -166,3 +218,7 @@ def _wanted(request: Request, table: PageTable, budget: int) -> Scheduled:
     is_last = stop == len(request.token_ids)
     drafts = request.draft_token_ids[: budget - num_left] if is_last else []
     return Scheduled(request, table, start, stop, tuple(drafts))
+
+
+def _cached_tokens(table: PageTable) -> CachedTokens:
+    return CachedTokens(**{tier: pages * PAGE_TOKENS for tier, pages in table.found.items()})
