@@ -77,6 +77,8 @@ def test_json_is_one_object_with_the_same_facts(duckllm: Any) -> None:
         "prefill_tokens_per_s": None,
         "inter_token_p50_s": None,
         "inter_token_p99_s": None,
+        "cached_tokens": {"device": 0, "memory": 0, "disk": 0},
+        "num_cached_tokens": 0,
     }
     assert done.out.count("\n") == 1
 

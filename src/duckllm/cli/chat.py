@@ -160,6 +160,7 @@ def answer(
         "weight_format": info.weight_format,
         "isas": list(info.isas),
         **dataclasses.asdict(metrics),
+        "num_cached_tokens": metrics.num_cached_tokens,
     }
     out.write(json.dumps(facts, ensure_ascii=False) + "\n")
 
