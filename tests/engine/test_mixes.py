@@ -1,7 +1,8 @@
 """Random mixes of everything that must change no token, against one request at a time without any of it.
 
 At least 500 mixes in each run of the suite: prompts that begin alike, chunk sizes, room for few pages or
-many, requests given up half way, guesses by a layer of any quality, lanes, greedy and sampled replies.
+many, tiers below them, requests given up half way, guesses by a layer of any quality, lanes, greedy and
+sampled replies.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -17,7 +20,10 @@ from hypothesis import strategies as st
 
 from duckllm.demo import load_questions
 from duckllm.engine.engine import Drafting, Engine
+from duckllm.engine.kv_cache import PAGE_TOKENS, page_format
 from duckllm.engine.request import Request
+from duckllm.engine.tiers import TierSettings
+from duckllm.layers.step import LayerCache
 from duckllm.models.causal_lm import CausalLM
 from duckllm.models.mtp import MTPLayer
 from duckllm.sampling_params import SamplingParams
@@ -54,6 +60,8 @@ class Mix:
         draft_tokens: Most guesses at once; 0 for no layer.
         guesser: ``"layer"`` for the model's random one, ``"knows"`` for one that is often right.
         share: Of steps that guess, and of those in lanes.
+        memory_pages: Of the tier below the cache; 0 for none.
+        disk_pages: Of the one below that; 0 for none.
         seed: Of what is decided while it runs.
     """
 
@@ -65,6 +73,8 @@ class Mix:
     draft_tokens: int
     guesser: str
     share: float
+    memory_pages: int
+    disk_pages: int
     seed: int
 
 
@@ -82,6 +92,8 @@ MIXES = st.builds(
     draft_tokens=st.integers(0, 3),
     guesser=st.sampled_from(["layer", "knows"]),
     share=st.sampled_from([0.0, 0.5, 1.0]),
+    memory_pages=st.sampled_from([0, 0, 1, 5]),
+    disk_pages=st.sampled_from([0, 0, 0, 8]),
     seed=st.integers(0, 2**32),
 )
 
@@ -118,7 +130,7 @@ class Subject:
             self._known[tuple(prompt)] = request.output_token_ids
         return self._known[tuple(prompt)][:count]
 
-    def check(self, mix: Mix) -> Engine:
+    def check(self, mix: Mix) -> None:
         """Runs a mix; every token must be as it is alone, and no page may be lost."""
         prompts = [
             (self.stems[stem][:length] + tail)[: self.context - 13] for stem, length, tail in mix.prompts
@@ -130,9 +142,39 @@ class Subject:
             for prompt, reply in zip(prompts, expected, strict=True):
                 layer.learn([*prompt, *reply])
         drafting = Drafting(layer, mix.draft_tokens, "auto") if mix.draft_tokens else None
-        engine = make_engine(
-            self.model, drafting, context=self.context, step=mix.step, pages=mix.pages, max_num_seqs=mix.seqs
+        with TemporaryDirectory() as folder:
+            tiers = self._tiers(mix, drafting, Path(folder))
+            engine = make_engine(
+                self.model,
+                drafting,
+                context=self.context,
+                step=mix.step,
+                pages=mix.pages,
+                max_num_seqs=mix.seqs,
+                tiers=tiers,
+            )
+            try:
+                self._check(mix, engine, prompts, expected)
+            finally:
+                engine.kv_cache.shut()
+
+    def _tiers(self, mix: Mix, drafting: Drafting | None, folder: Path) -> TierSettings:
+        page_bytes = page_format(self.new_tensors(drafting), TierSettings()).page_bytes
+        return TierSettings(
+            memory_bytes=mix.memory_pages * page_bytes,
+            disk_dir=folder if mix.disk_pages else None,
+            # A file is a little longer than the page in it.
+            disk_bytes=(mix.disk_pages + 1) * page_bytes,
         )
+
+    def new_tensors(self, drafting: Drafting | None) -> list[LayerCache]:
+        """Of one page."""
+        own = self.model.new_kv_cache(PAGE_TOKENS)
+        return own if drafting is None else [*own, drafting.layer.new_kv_cache(PAGE_TOKENS)]
+
+    def _check(
+        self, mix: Mix, engine: Engine, prompts: list[list[int]], expected: list[tuple[int, ...]]
+    ) -> None:
         engine.choices = Toggling(mix.seed, mix.share)  # type: ignore[assignment]
         order = random.Random(mix.seed)
         requests = [
@@ -142,7 +184,6 @@ class Subject:
         self._run(engine, requests, expected, order)
         assert engine.kv_cache.num_available_pages == engine.kv_cache.num_pages
         assert engine.drafter is None or engine.drafter._kept == {}
-        return engine
 
     def _run(
         self, engine: Engine, requests: list[Request], expected: list[tuple[int, ...]], order: random.Random

@@ -218,11 +218,12 @@ class Request:
         replies = (self, *siblings)
         num_generated = sum(reply.num_output_tokens for reply in replies)
         first_s = decode_rate = prefill_rate = None
+        cached = self.cached_tokens or CachedTokens()
         firsts = [reply._token_times_s[0] for reply in replies if reply._token_times_s]
         lasts = [reply._token_times_s[-1] for reply in replies if reply._token_times_s]
         if firsts:
             first_s = min(firsts) - self._start_s
-            prefill_rate = self.num_prompt_tokens / first_s
+            prefill_rate = (self.num_prompt_tokens - cached.total) / first_s
             if num_generated > 1 and max(lasts) > min(firsts):
                 decode_rate = (num_generated - 1) / (max(lasts) - min(firsts))
         # For every token of a reply that is not whole yet it were too much work.
@@ -238,7 +239,7 @@ class Request:
             prefill_rate,
             percentile(gaps, 50),
             percentile(gaps, 99),
-            self.cached_tokens or CachedTokens(),
+            cached,
         )
 
     def _read(self, reply_text: ReplyText, token_id: int) -> str:
