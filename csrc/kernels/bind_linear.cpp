@@ -10,6 +10,7 @@
 #include "kernels/arrays.h"
 #include "kernels/experts.h"
 #include "kernels/linear.h"
+#include "kernels/linear_pool.h"
 #include "kernels/pack.h"
 #include "kernels/pack_linear.h"
 #include "kernels/weight_format.h"
@@ -122,6 +123,7 @@ class PyLinearRuntime {
   std::string isa() const { return isa_name(linear_.isa()); }
   int num_threads() const { return pool_.num_threads(); }
   uint32_t max_in_features() const { return linear_.max_in_features(); }
+  LinearPool shared() { return {pool_, linear_.isa()}; }
 
  private:
   ThreadPool pool_;
@@ -129,6 +131,8 @@ class PyLinearRuntime {
 };
 
 }  // namespace
+
+LinearPool linear_pool(nb::handle runtime) { return nb::cast<PyLinearRuntime&>(runtime).shared(); }
 
 void bind_linear(nb::module_& m) {
   m.def(

@@ -1,5 +1,5 @@
 """
-Native parts of duck-llm: kernels of experts and dense layers, wire format, transport, the worker's step loop, and the loops that measure a machine's ceilings.
+Native parts of duck-llm: kernels of experts and dense layers, attention, wire format, transport, the worker's step loop, and the loops that measure a machine's ceilings.
 """
 
 import enum
@@ -268,6 +268,137 @@ class LinearRuntime:
     def num_threads(self) -> int: ...
     @property
     def max_in_features(self) -> int: ...
+
+class StepContexts:
+    """
+    The rows of a step by the contexts that they belong to, and where these lie.
+
+    Shapes:
+        rows: [contexts, 4] int64: start, num_tokens, first, page_tokens
+        pages: [all of their pages, up to the step's last token] int32
+
+    Raises:
+        ValueError: a number out of range, too few pages or too many.
+    """
+
+    def __init__(
+        self, rows: numpy.typing.NDArray[numpy.int64], pages: numpy.typing.NDArray[numpy.int32]
+    ) -> None: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def longest(self) -> int:
+        """Positions that the longest context has, up to the last of the step."""
+
+class Attention:
+    """
+    Attention over a paged cache, on the threads of a LinearRuntime.
+
+    csrc/attention/attention.h states the order of operations and the error bound; a row's result depends
+    neither on the other rows, nor on the threads, nor on where pages lie.
+    """
+
+    def __init__(self, runtime: LinearRuntime) -> None: ...
+    def store(
+        self,
+        step: StepContexts,
+        values: numpy.typing.NDArray[numpy.float32],
+        cache: numpy.typing.NDArray[numpy.float32],
+    ) -> None:
+        """
+        Puts the step's rows where their positions lie in the cache.
+
+        Shapes:
+            values: [T, width]; cache: [slots, width]
+
+        Raises:
+            ValueError: a wrong shape or type, or a page beyond the cache.
+        """
+
+    def attend(
+        self,
+        step: StepContexts,
+        q: numpy.typing.NDArray[numpy.float32],
+        keys: numpy.typing.NDArray[numpy.float32],
+        values: numpy.typing.NDArray[numpy.float32],
+        num_kv_heads: int,
+        value_dim: int,
+        scale: float,
+        window: int,
+        selection: numpy.typing.NDArray[numpy.int32] | None,
+    ) -> numpy.typing.NDArray[numpy.float32]:
+        """
+        Softmax attention of each row to its context, or to the positions that are selected for it.
+
+        window: positions that a row attends to, itself included; 0 for all.
+
+        Shapes:
+            q: [T, heads, D]; keys: [slots, kv_heads * D]; values: [slots, kv_heads * value_dim], or the
+            keys again: of one kv head, the first value_dim numbers
+            selection: [T, topk] of select; result: [T, heads, value_dim]
+
+        Raises:
+            ValueError: a wrong shape or type, or a page or position outside.
+
+        Threading:
+            Releases the interpreter; one computation at a time per LinearRuntime.
+
+        Reference:
+            tests/attention/attention_reference.py, float64, with the bound of attention.h
+        """
+
+    def select(
+        self,
+        step: StepContexts,
+        q: numpy.typing.NDArray[numpy.float32],
+        weights: numpy.typing.NDArray[numpy.float32],
+        keys: numpy.typing.NDArray[numpy.float32],
+        topk: int,
+    ) -> numpy.typing.NDArray[numpy.int32]:
+        """
+        The positions of each row's topk best scores, sum over heads of weight * max(0, q . k), ascending;
+        of equal scores the lowest positions. -1 comes first where a row sees no more than topk.
+
+        Shapes:
+            q: [T, heads, D]; weights: [T, heads]; keys: [slots, D]; result: [T, topk]
+
+        Raises:
+            ValueError: a wrong shape or type, or a page beyond the cache.
+
+        Threading:
+            Releases the interpreter; one computation at a time per LinearRuntime.
+        """
+
+    def multiply_heads(
+        self,
+        x: numpy.typing.NDArray[numpy.float32],
+        w: numpy.typing.NDArray[numpy.float32],
+        outputs: int,
+        out: numpy.typing.NDArray[numpy.float32],
+    ) -> None:
+        """
+        out[t, h] = x[t, h] W[h]; the last dimension of x and out lies side by side, others anyhow.
+
+        Shapes:
+            x: [T, heads, K]; w: [heads, ceil(N / 32), K, 32], zero beyond N; out: [T, heads, N]
+
+        Raises:
+            ValueError: a wrong shape or type.
+
+        Threading:
+            Releases the interpreter; one computation at a time per LinearRuntime.
+        """
+
+def select_topk(scores: numpy.typing.NDArray[numpy.float32], topk: int) -> numpy.typing.NDArray[numpy.int32]:
+    """
+    The positions of the topk largest scores of each row, ascending; of equal ones the lowest.
+
+    Shapes:
+        scores: [T, S]; result: [T, topk]
+
+    Raises:
+        ValueError: a wrong shape or type, or topk not in 1 to S.
+    """
 
 PROTOCOL_VERSION: int = 1
 

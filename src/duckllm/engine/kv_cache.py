@@ -271,16 +271,8 @@ class KvCache:
         self, table: PageTable, first_row: int, start: int, num_tokens: int, *, first: int = 0
     ) -> SequenceStep:
         """Where the tokens of a context lie, for a step that adds tokens [start, start + num_tokens)."""
-        pages = np.array(table.pages[: num_pages(start + num_tokens)])
-        run = bool((np.diff(pages) == 1).all())
-        slots = None
-        if not run:
-            slots = (pages[:, None] * PAGE_TOKENS + np.arange(PAGE_TOKENS)).reshape(-1)[: start + num_tokens]
-        if slots is not None:
-            slots = slots[first:]
-        return SequenceStep.of(
-            first_row, start - first, num_tokens, int(pages[0]) * PAGE_TOKENS + first, slots
-        )
+        pages = np.array(table.pages[: num_pages(start + num_tokens)], np.int32)
+        return SequenceStep.of(first_row, start, num_tokens, pages, PAGE_TOKENS, first=first)
 
     def _take(self, table: PageTable) -> int:
         """A page, behind the table's last one where that is free: consecutive pages need no copies."""

@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -24,11 +26,10 @@ from duckllm.layers.rope import rotate_half_split, rotate_interleaved
 
 if TYPE_CHECKING:
     from duckllm.layers.runtime import LinearRuntime
+    from duckllm.layers.step import StepContext
     from duckllm.weights.host_tensors import HostTensors
 
 KEY_NORM_EPS = 1e-6
-# Most index scores held at once, all heads counted, in elements.
-SCORE_BLOCK_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -50,22 +51,6 @@ class IndexerShape:
     is_shared: bool = False
 
 
-def select_topk(scores: torch.Tensor, topk: int) -> torch.Tensor:
-    """True at the ``topk`` largest scores of each row; among equal scores the lowest positions win.
-
-    Shapes:
-        scores: [T, S] with S > topk; result: [T, S] bool, exactly ``topk`` True in a row
-
-    Reference:
-        A stable descending sort, of which this is the linear-time form.
-    """
-    threshold = scores.topk(topk, dim=-1).values[:, -1:]
-    above = scores > threshold
-    at = scores == threshold
-    room = topk - above.sum(dim=-1, keepdim=True)
-    return above | (at & (at.cumsum(dim=-1) <= room))
-
-
 class Indexer:
     """Scores earlier tokens and selects those that a token attends to."""
 
@@ -79,9 +64,9 @@ class Indexer:
         rope_dim: int,
         shape: IndexerShape,
         dtype: torch.dtype,
-        runtime: LinearRuntime | None = None,
+        runtime: LinearRuntime,
     ) -> None:
-        self.shape, self.rope_dim = shape, rope_dim
+        self.shape, self.rope_dim, self.runtime = shape, rope_dim, runtime
         num_heads, head_dim = shape.num_heads, shape.head_dim
         self.rotate = rotate_interleaved if shape.rope_interleave else rotate_half_split
         self.query = Linear.load(
@@ -101,6 +86,24 @@ class Indexer:
             factor=num_heads**-0.5 * head_dim**-0.5,
         )
 
+    def __call__(
+        self, x: torch.Tensor, q_latent: torch.Tensor, step: StepContext, cache: torch.Tensor
+    ) -> npt.NDArray[np.int32] | None:
+        """The positions that each of these tokens attends to, whose index keys are added to the cache.
+
+        None while no context is longer than ``topk``, so that each attends to all it has.
+
+        Shapes:
+            x: [T, H]; q_latent: [T, q_lora_rank]; cache: [max_tokens, D]; result: [T, topk], ascending;
+            -1 first where a token attends to all
+        """
+        keys, native = cache.numpy(), self.runtime.attention
+        native.store(step.native, self.keys(x, step.cos, step.sin).numpy(), keys)
+        if step.native.longest <= self.shape.topk:
+            return None
+        q = self.queries(q_latent, step.cos, step.sin)
+        return native.select(step.native, q.numpy(), self.head_weights(x).numpy(), keys, self.shape.topk)
+
     def keys(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """The index keys of these tokens, to be cached.
 
@@ -110,58 +113,6 @@ class Indexer:
         head_dim = (self.shape.head_dim,)
         k = F.layer_norm(self.key(x), head_dim, self.key_norm_weight, self.key_norm_bias, KEY_NORM_EPS)
         return torch.cat((self.rotate(k[:, : self.rope_dim], cos, sin), k[:, self.rope_dim :]), dim=-1)
-
-    def select(
-        self,
-        x: torch.Tensor,
-        q_latent: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        keys: torch.Tensor,
-    ) -> torch.Tensor | None:
-        """The tokens that each of these attends to; None while they are all there are.
-
-        Shapes:
-            x: [T, H]; q_latent: [T, q_lora_rank]; cos, sin: [T, rope / 2]; keys: [S, D], of which the last T
-            are theirs; result: [T, S] bool, at most ``topk`` True in a row
-        """
-        num_tokens, end = x.shape[0], keys.shape[0]
-        start = end - num_tokens
-        if end <= self.shape.topk:
-            return None
-        if num_tokens == 1:
-            return select_topk(self.scores(x, q_latent, cos, sin, keys), self.shape.topk)
-        selection = torch.zeros(num_tokens, end, dtype=torch.bool)
-        # Rows of a long prompt are taken in blocks, so that the scores in memory are bounded.
-        block = max(1, SCORE_BLOCK_ELEMENTS // (self.shape.num_heads * end))
-        for first in range(0, num_tokens, block):
-            rows = slice(first, min(first + block, num_tokens))
-            visible = start + rows.stop
-            positions = torch.arange(start + rows.start, visible)[:, None]
-            chosen = torch.arange(visible) <= positions
-            if visible > self.shape.topk:
-                scores = self.scores(x[rows], q_latent[rows], cos[rows], sin[rows], keys[:visible])
-                chosen &= select_topk(scores.masked_fill_(~chosen, -torch.inf), self.shape.topk)
-            selection[rows, :visible] = chosen
-        return selection
-
-    def scores(
-        self,
-        x: torch.Tensor,
-        q_latent: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        keys: torch.Tensor,
-    ) -> torch.Tensor:
-        """Each token's score for every cached token, later ones included.
-
-        Shapes:
-            x: [T, H]; q_latent: [T, q_lora_rank]; cos, sin: [T, rope / 2]; keys: [S, D]; result: [T, S]
-        """
-        num_heads, head_dim = self.shape.num_heads, self.shape.head_dim
-        q = self.queries(q_latent, cos, sin)
-        products = torch.relu_(q.view(-1, head_dim) @ keys.T).view(-1, num_heads, keys.shape[0])
-        return torch.bmm(self.head_weights(x)[:, None, :], products)[:, 0]
 
     def queries(self, q_latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """The index queries of these tokens.

@@ -2,7 +2,8 @@
 
 Called by the models. A cached token is one latent vector and one rotated key that all heads share. The
 absorbed form multiplies queries by the key up-projection, and attention's result by the value up-projection,
-so that keys and values are never expanded: attention runs over the cached latents as they are.
+so that keys and values are never expanded: attention runs over the cached latents as they are, natively
+(csrc/attention).
 """
 
 from __future__ import annotations
@@ -12,19 +13,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from duckllm.layers.heads import HeadMatrices
 from duckllm.layers.indexer import Indexer, IndexerShape
 from duckllm.layers.linear import Linear, load_weight
 from duckllm.layers.norm import RMSNorm
 from duckllm.layers.rope import rotate_half_split, rotate_interleaved
-from duckllm.layers.step import LayerCache, SequenceStep, StepContext
+from duckllm.layers.step import LayerCache, StepContext
 
 if TYPE_CHECKING:
     from duckllm.layers.runtime import LinearRuntime
     from duckllm.weights.host_tensors import HostTensors
 
 LATENT_NORM_EPS = 1e-6
-# Most attention scores of one kind held at once, in elements.
-SCORE_BLOCK_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,10 @@ class MLAttention:
         prefix: str,
         shape: MLAShape,
         dtype: torch.dtype,
-        runtime: LinearRuntime | None = None,
+        runtime: LinearRuntime,
     ) -> None:
-        s = self.shape = shape
+        s, self.runtime = shape, runtime
+        self.shape = shape
         query_dim = s.qk_nope_head_dim + s.qk_rope_head_dim
         latent_dim = s.kv_lora_rank + s.qk_rope_head_dim
         bias = s.attention_bias
@@ -128,8 +129,8 @@ class MLAttention:
             s.kv_lora_rank,
             dtype,
         ).view(s.num_heads, s.qk_nope_head_dim + s.v_head_dim, s.kv_lora_rank)
-        self.key_up = kv_b[:, : s.qk_nope_head_dim].contiguous()  # [heads, nope, kv_lora]
-        self.value_up = kv_b[:, s.qk_nope_head_dim :].transpose(1, 2).contiguous()  # [heads, kv_lora, v]
+        self.key_up = HeadMatrices(kv_b[:, : s.qk_nope_head_dim], runtime)  # [heads, nope, kv_lora]
+        self.value_up = HeadMatrices(kv_b[:, s.qk_nope_head_dim :].mT, runtime)  # [heads, kv_lora, v]
         self.indexer: Indexer | None = None
         if s.indexer is not None and not s.indexer.is_shared:
             assert s.q_lora_rank is not None
@@ -151,75 +152,28 @@ class MLAttention:
             x, result: [T, H]; cache: latents [max_tokens, kv_lora + rope], and index keys
             [max_tokens, index_head_dim] where the layer has an indexer
         """
-        s, cos, sin = self.shape, step.cos, step.sin
+        s, cos, sin, native = self.shape, step.cos, step.sin, self.runtime.attention
         num_tokens = x.shape[0]
+        latents = cache[0].numpy()
 
         kv = self.kv_a(x)
         rotated = self.rotate(kv[:, s.kv_lora_rank :], cos, sin)
-        latents = torch.cat((self.kv_a_norm(kv[:, : s.kv_lora_rank]), rotated), dim=-1)
+        native.store(
+            step.native, torch.cat((self.kv_a_norm(kv[:, : s.kv_lora_rank]), rotated), -1).numpy(), latents
+        )
 
         q_latent = x if self.q_a is None else self.q_a_norm(self.q_a(x))
-        q = self.q_b(q_latent).view(num_tokens, s.num_heads, -1)
-        q_nope, q_rope = q[..., : s.qk_nope_head_dim], q[..., s.qk_nope_head_dim :]
-        absorbed = torch.bmm(q_nope.transpose(0, 1), self.key_up).transpose(0, 1)
-        rotated = self.rotate(q_rope, cos[:, None], sin[:, None])
-        q = torch.cat((absorbed, rotated), dim=-1)  # [T, heads, kv_lora + rope]
+        heads = self.q_b(q_latent).view(num_tokens, s.num_heads, -1)
+        q = torch.empty(num_tokens, s.num_heads, s.kv_lora_rank + s.qk_rope_head_dim)
+        self.key_up.multiply(heads[..., : s.qk_nope_head_dim], q[..., : s.kv_lora_rank])
+        q[..., s.kv_lora_rank :] = self.rotate(heads[..., s.qk_nope_head_dim :], cos[:, None], sin[:, None])
 
-        index_keys = self.indexer.keys(x, cos, sin) if self.indexer is not None else None
-        attended = []
-        for sequence in step.sequences:
-            rows = sequence.rows
-            sequence.write(cache[0], latents[rows])
-            if self.indexer is not None and index_keys is not None:
-                sequence.write(cache[1], index_keys[rows])
-                sequence.selection = self.indexer.select(
-                    x[rows], q_latent[rows], cos[rows], sin[rows], sequence.read(cache[1])
-                )
-            selection = sequence.selection if s.indexer else None
-            attended.append(self._attend(q[rows], sequence, cache[0], selection))
-        context = attended[0] if len(attended) == 1 else torch.cat(attended)  # [T, heads, kv_lora]
-        values = torch.bmm(context.transpose(0, 1), self.value_up).transpose(0, 1)
-        return self.o(values.reshape(num_tokens, s.num_heads * s.v_head_dim))
-
-    def _attend(
-        self, q: torch.Tensor, sequence: SequenceStep, cache: torch.Tensor, selection: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Softmax attention of a context's tokens of the step.
-
-        Shapes:
-            q: [T, heads, D]; cache: [max_tokens, D]; selection: [T, S] bool, None to attend to all;
-            result: [T, heads, kv_lora]
-        """
-        num_tokens, num_heads, _ = q.shape
-        if num_tokens == 1 and selection is not None:
-            # The cost of a selection is that of its tokens, however many are cached.
-            chosen = selection[0].nonzero()[:, 0]
-            return self._attend_block(q, sequence.read_at(cache, chosen), None)
-        latents = sequence.read(cache)
-        num_cached = latents.shape[0]
-        if num_tokens == 1:
-            return self._attend_block(q, latents, None)
-        # Rows of a long prompt are taken in blocks, so that the scores in memory are bounded.
-        block = max(1, SCORE_BLOCK_ELEMENTS // (num_heads * num_cached))
-        attended = []
-        for first in range(0, num_tokens, block):
-            rows = slice(first, min(first + block, num_tokens))
-            visible = num_cached - num_tokens + rows.stop
-            if selection is None:
-                positions = torch.arange(visible - rows.stop + rows.start, visible)[:, None]
-                mask = torch.arange(visible) <= positions
-            else:
-                mask = selection[rows, :visible]
-            attended.append(self._attend_block(q[rows], latents[:visible], mask))
-        return attended[0] if len(attended) == 1 else torch.cat(attended)
-
-    def _attend_block(
-        self, q: torch.Tensor, latents: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        num_tokens, num_heads, dim = q.shape
-        scores = (q.reshape(-1, dim) @ latents.T).view(num_tokens, num_heads, -1)
-        if mask is not None:
-            scores.masked_fill_(~mask[:, None, :], -torch.inf)
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-        attended = weights.view(num_tokens * num_heads, -1) @ latents[:, : self.shape.kv_lora_rank]
-        return attended.view(num_tokens, num_heads, -1)
+        if self.indexer is not None:
+            step.selection = self.indexer(x, q_latent, step, cache[1])
+        selection = step.selection if s.indexer else None
+        context = native.attend(
+            step.native, q.numpy(), latents, latents, 1, s.kv_lora_rank, 1.0, 0, selection
+        )  # [T, heads, kv_lora]
+        values = torch.empty(num_tokens, s.num_heads, s.v_head_dim)
+        self.value_up.multiply(torch.from_numpy(context), values)
+        return self.o(values.view(num_tokens, -1))

@@ -1,4 +1,4 @@
-"""What the native linear layers of one model share: threads, scratch memory, and the format of FP8 weights.
+"""What the native layers of one model share: threads, scratch memory, and the format of FP8 weights.
 
 Called by the models, which make one and hand it to their layers; knows arrays and no model.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,7 @@ _MOST_SLOWER = 1.3
 
 @dataclass(frozen=True)
 class LinearRuntime:
-    """Threads and scratch memory of a model's native linear layers. One layer computes at a time.
+    """Threads and scratch memory of a model's native layers. One layer computes at a time.
 
     Args:
         native: Computes.
@@ -62,6 +63,11 @@ class LinearRuntime:
             isa,
         )
         return cls(native, _faster_format(native))
+
+    @cached_property
+    def attention(self) -> _native.Attention:
+        """Attention on the same threads."""
+        return _native.Attention(self.native)
 
 
 @dataclass(frozen=True)

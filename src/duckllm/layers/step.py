@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from duckllm import _native
 
 # What one attention layer keeps of the tokens it has seen: tensors [max_tokens, width], as many as it needs.
 LayerCache = tuple[torch.Tensor, ...]
@@ -22,29 +25,31 @@ def new_layer_cache(widths: Sequence[int], max_tokens: int, dtype: torch.dtype) 
     return tuple(torch.empty(max_tokens, width, dtype=dtype) for width in widths)
 
 
-@dataclass
+@dataclass(frozen=True)
 class SequenceStep:
     """Consecutive tokens of one context in a step, and where the context lies in the cache.
+
+    The token at position p lies in row ``pages[p // page_tokens] * page_tokens + p % page_tokens`` of each
+    tensor of the cache.
 
     Args:
         rows: Their rows in the step.
         start: Position of the first one; the cache holds the tokens before it.
         num_tokens: How many.
-        first_slot: Row of the cache that holds the context's first token.
-        slots: Row of each token up to the last of the step, where they are not consecutive.
-        selection: The tokens that each of them attends to, by the last layer that has chosen some; None
-            where that layer attends to all.
+        pages: The context's pages up to the step's last token, in order.
+        page_tokens: Tokens of a page.
+        first: The first position that the context has; none before it is attended to.
 
     Shapes:
-        slots: [start + num_tokens] int64; selection: [num_tokens, start + num_tokens] bool
+        pages: [ceil((start + num_tokens) / page_tokens)] int32
     """
 
     rows: slice
     start: int
     num_tokens: int
-    first_slot: int = 0
-    slots: torch.Tensor | None = None
-    selection: torch.Tensor | None = None
+    pages: npt.NDArray[np.int32]
+    page_tokens: int
+    first: int = 0
 
     @classmethod
     def of(
@@ -52,39 +57,27 @@ class SequenceStep:
         first_row: int,
         start: int,
         num_tokens: int,
-        first_slot: int = 0,
-        slots: npt.NDArray[np.int64] | None = None,
+        pages: npt.NDArray[np.int32] | None = None,
+        page_tokens: int = 1,
+        *,
+        first: int = 0,
     ) -> SequenceStep:
-        """Tokens [start, start + num_tokens) in the rows from ``first_row`` on."""
+        """Tokens [start, start + num_tokens) in the rows from ``first_row`` on.
+
+        Without ``pages`` the context lies in order, from the cache's first row on.
+        """
         rows = slice(first_row, first_row + num_tokens)
-        indices = None if slots is None else torch.from_numpy(slots)
-        return cls(rows, start, num_tokens, first_slot, indices)
+        if pages is None:
+            pages, page_tokens = np.zeros(1, np.int32), start + num_tokens
+        return cls(rows, start, num_tokens, pages, page_tokens, first)
 
     @property
     def stop(self) -> int:
         """Position behind the last token."""
         return self.start + self.num_tokens
 
-    def write(self, cache: torch.Tensor, values: torch.Tensor) -> None:
-        """Puts the step's tokens into the cache: [num_tokens, width] of [max_tokens, width]."""
-        if self.slots is None:
-            cache[self.first_slot + self.start : self.first_slot + self.stop] = values
-        else:
-            cache[self.slots[self.start :]] = values
 
-    def read(self, cache: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """The context's tokens from ``first`` to the last of the step, in order: a view where they lie so."""
-        if self.slots is None:
-            return cache[self.first_slot + first : self.first_slot + self.stop]
-        return cache.index_select(0, self.slots[first:])
-
-    def read_at(self, cache: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The tokens at these positions alone: [n, width] for [n] int64."""
-        slots = self.first_slot + positions if self.slots is None else self.slots[positions]
-        return cache.index_select(0, slots)
-
-
-@dataclass(frozen=True)
+@dataclass
 class StepContext:
     """The tokens of a step, on their way through the layers.
 
@@ -92,11 +85,23 @@ class StepContext:
         sequences: The contexts that they belong to, in the order of their rows.
         cos: Cosines of their positions.
         sin: Sines of their positions.
+        selection: The positions that each of them attends to, by the last layer that has chosen some, as
+            ``_native.Attention.select`` gives them; None where that layer attends to all.
 
     Shapes:
-        cos, sin: [T, rope / 2] f32
+        cos, sin: [T, rope / 2] f32; selection: [T, topk] int32
     """
 
     sequences: Sequence[SequenceStep]
     cos: torch.Tensor
     sin: torch.Tensor
+    selection: npt.NDArray[np.int32] | None = None
+
+    @cached_property
+    def native(self) -> _native.StepContexts:
+        """The contexts, as the native attention takes them."""
+        rows = [(each.start, each.num_tokens, each.first, each.page_tokens) for each in self.sequences]
+        pages = [each.pages for each in self.sequences]
+        return _native.StepContexts(
+            np.array(rows, np.int64), pages[0] if len(pages) == 1 else np.concatenate(pages)
+        )

@@ -53,7 +53,7 @@ class MoEBlock:
         config: ModelConfig,
         experts: ExpertExecutor,
         dtype: torch.dtype,
-        runtime: LinearRuntime | None,
+        runtime: LinearRuntime,
     ) -> None:
         self.layer, self.experts = layer, experts
         self.router = _load_router(tensors, f"{prefix}.gate", config)
@@ -112,7 +112,7 @@ def _load_attention(
     prefix: str,
     shape: MLAShape | GQAShape,
     dtype: torch.dtype,
-    runtime: LinearRuntime | None,
+    runtime: LinearRuntime,
 ) -> MLAttention | GQAttention:
     if isinstance(shape, GQAShape):
         return GQAttention(tensors, prefix, shape, dtype, runtime)
@@ -129,7 +129,7 @@ class DecoderLayer:
         config: ModelConfig,
         experts: ExpertExecutor,
         dtype: torch.dtype,
-        runtime: LinearRuntime | None,
+        runtime: LinearRuntime,
     ) -> None:
         prefix = f"model.layers.{layer}"
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -191,7 +191,6 @@ class CausalLM:
         tensors: The host's tensors of the converted model.
         experts: Who computes the routed experts.
         max_tokens: The longest context, for the table of rotations.
-        dtype: Of weights and activations; norms, routing, softmax and the sums of experts are float32 always.
 
     Reference:
         The family's ``ForCausalLM`` of transformers in float32 with eager attention; tests/parity, 2e-3 on
@@ -205,11 +204,11 @@ class CausalLM:
         experts: ExpertExecutor,
         *,
         max_tokens: int,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.config, self.dtype, self.max_tokens = config, dtype, max_tokens
+        self.config, self.max_tokens = config, max_tokens
+        dtype = self.dtype = torch.float32  # of weights and activations, unless a layer packs its weights
         vocabulary = (config.vocab_size, config.hidden_size)
-        self.runtime = runtime = linear_runtime(config) if dtype == torch.float32 else None
+        self.runtime = runtime = linear_runtime(config)
         # As it is stored: of each token one row is read, and converted then.
         self.embedding = load_tensor(tensors, "model.embed_tokens.weight", vocabulary, None)
         self.layers = [

@@ -1,0 +1,82 @@
+// AVX2 with FMA: 16 keys or dimensions and six queries at once are 12 of 16 registers.
+#include <immintrin.h>
+
+#include "attention/lane_attention.h"
+
+namespace duck::attention::avx2 {
+
+struct Lanes {
+  using Floats = __m256;
+  static constexpr int kLanes = 8;
+  static constexpr int kQueries = 6;
+
+  static DUCK_INLINE Floats load(const float* p) { return _mm256_loadu_ps(p); }
+  static DUCK_INLINE void store(float* p, Floats a) { _mm256_storeu_ps(p, a); }
+  static DUCK_INLINE __m256i first(uint32_t count) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)),
+                              _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  }
+  static DUCK_INLINE Floats load_first(const float* p, uint32_t count) {
+    return _mm256_maskload_ps(p, first(count));
+  }
+  static DUCK_INLINE void store_first(float* p, uint32_t count, Floats a) {
+    _mm256_maskstore_ps(p, first(count), a);
+  }
+  static DUCK_INLINE Floats zero() { return _mm256_setzero_ps(); }
+  static DUCK_INLINE Floats broadcast(float a) { return _mm256_set1_ps(a); }
+  static DUCK_INLINE Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+  static DUCK_INLINE Floats sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
+  static DUCK_INLINE Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+  static DUCK_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+  static DUCK_INLINE Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+  static DUCK_INLINE float largest(Floats a) {
+    __m128 half = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+  }
+  static DUCK_INLINE float sum(Floats a) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+  }
+  static DUCK_INLINE Floats round(Floats a) {
+    return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  // 2^n of whole numbers -126 <= n <= 127.
+  static DUCK_INLINE Floats power_of_two(Floats n) {
+    return _mm256_castsi256_ps(
+        _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+  }
+  // a < b ? yes : no; `no` where either is NaN.
+  static DUCK_INLINE Floats select_less(Floats a, Floats b, Floats yes, Floats no) {
+    return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+  }
+
+  // Pairs of rows, then of pairs, within groups of four lanes; then the groups.
+  static DUCK_INLINE void transpose(Floats (&rows)[8]) {
+    Floats t[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+      t[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+      t[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+      rows[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+      rows[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+      rows[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+      rows[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      t[i] = _mm256_permute2f128_ps(rows[i], rows[i + 4], 0x20);
+      t[i + 4] = _mm256_permute2f128_ps(rows[i], rows[i + 4], 0x31);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) rows[i] = t[i];
+  }
+};
+
+const AttentionTable kTable = LaneAttention<Lanes>::table(Isa::kAvx2);
+
+}  // namespace duck::attention::avx2
