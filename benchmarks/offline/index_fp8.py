@@ -20,8 +20,8 @@ import torch
 
 from duckllm.bench.machine import commit
 from duckllm.demo import load_questions
-from duckllm.layers.indexer import Indexer, select_topk
-from duckllm.layers.step import SequenceStep
+from duckllm.layers.indexer import Indexer
+from duckllm.layers.step import SequenceStep, StepContext
 from duckllm.models.registry import load_config, load_model
 from duckllm.moe.local import LocalExperts
 from duckllm.text import Tokenizer
@@ -64,6 +64,12 @@ def changes(head_dim: int) -> dict[str, Change]:
     }
 
 
+def select_topk(scores: torch.Tensor, topk: int) -> torch.Tensor:
+    """True at the ``topk`` largest of each row; among equal ones the lowest positions win."""
+    order = scores.argsort(dim=-1, descending=True, stable=True)[:, :topk]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, True)
+
+
 def replaced(chosen: torch.Tensor, other: torch.Tensor) -> tuple[int, int]:
     """Of the selected tokens, how many another selection lacks, and how many there are."""
     return int((chosen & ~other).sum()), int(chosen.sum())
@@ -85,19 +91,15 @@ def main() -> None:
     model = load_model(load_config(folder), HostTensors(folder), experts, max_tokens=len(tokens))
     shape = model.layers[0].attention.indexer.shape
     totals = {name: [0, 0] for name in changes(shape.head_dim)}
-    original = Indexer.select
+    original = Indexer.__call__
 
     def watched(
-        self: Indexer,
-        x: torch.Tensor,
-        q_latent: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        keys: torch.Tensor,
-    ) -> torch.Tensor | None:
-        first = keys.shape[0] - x.shape[0]
+        self: Indexer, x: torch.Tensor, q_latent: torch.Tensor, step: StepContext, cache: torch.Tensor
+    ) -> object:
+        selection = original(self, x, q_latent, step, cache)
+        first, keys = step.sequences[0].start, cache[: step.sequences[0].stop]
         visible = torch.arange(keys.shape[0]) <= torch.arange(first, keys.shape[0])[:, None]
-        q, k = self.queries(q_latent, cos, sin).double(), keys.double()
+        q, k = self.queries(q_latent, step.cos, step.sin).double(), keys.double()
         weights = self.head_weights(x).double()
 
         def select(change: Change) -> torch.Tensor:
@@ -111,9 +113,9 @@ def main() -> None:
                 missing, total = replaced(chosen, select(change))
                 totals[name][0] += missing
                 totals[name][1] += total
-        return original(self, x, q_latent, cos, sin, keys)
+        return selection
 
-    Indexer.select = watched  # type: ignore[method-assign]
+    Indexer.__call__ = watched  # type: ignore[method-assign,assignment]
     cache = model.new_kv_cache(len(tokens))
     for start in range(0, len(tokens), STEP_TOKENS):
         chunk = tokens[start : start + STEP_TOKENS]

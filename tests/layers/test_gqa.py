@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from duckllm.layers import gqa
 from duckllm.layers.gqa import GQAShape, GQAttention
 from duckllm.layers.rope import RotaryTable
+from duckllm.layers.runtime import LinearRuntime
 from duckllm.layers.step import SequenceStep, StepContext
 from support.experts import DictTensors
 
@@ -46,7 +46,8 @@ def make_tensors(shape: GQAShape) -> dict[str, torch.Tensor]:
 
 
 def make_layer(shape: GQAShape) -> GQAttention:
-    return GQAttention(DictTensors(make_tensors(shape)), "a", shape, torch.float32)
+    runtime = LinearRuntime.new(shape.hidden_size, 1)
+    return GQAttention(DictTensors(make_tensors(shape)), "a", shape, torch.float32, runtime)
 
 
 def inputs() -> torch.Tensor:
@@ -103,14 +104,6 @@ def test_equals_the_scalar_twin(window: int | None, step_tokens: int) -> None:
     torch.testing.assert_close(got, scalar_twin(shape, inputs()).float(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 4])
-def test_row_blocks_change_nothing(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = make_layer(replace(SHAPE, sliding_window=window))
-    whole = run(layer, inputs(), NUM_TOKENS)
-    monkeypatch.setattr(gqa, "MASK_BLOCK_ELEMENTS", 2 * 3 * NUM_TOKENS)
-    torch.testing.assert_close(run(layer, inputs(), NUM_TOKENS), whole)
-
-
 def test_a_window_leaves_older_keys_unread() -> None:
     layer = make_layer(replace(SHAPE, sliding_window=4))
     cache = tuple(torch.full((NUM_TOKENS, width), torch.nan) for width in layer.shape.cache_widths)
@@ -127,16 +120,16 @@ def test_a_window_leaves_older_keys_unread() -> None:
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_contexts_of_one_step_lie_anywhere_in_the_cache(window: int | None) -> None:
-    """Two contexts, of which one's tokens lie backwards, and the step's last tokens come together."""
+    """Two contexts, of which one's pages lie backwards, and the step's last tokens come together."""
     shape = replace(SHAPE, sliding_window=window)
     layer, x, table = make_layer(shape), inputs(), RotaryTable(INV_FREQ, 1.0, NUM_TOKENS)
-    cache = tuple(torch.full((2 * NUM_TOKENS, width), torch.nan) for width in shape.cache_widths)
-    slots = np.arange(2 * NUM_TOKENS - 1, NUM_TOKENS - 1, -1)
+    cache = tuple(torch.full((2 * NUM_TOKENS + 2, width), torch.nan) for width in shape.cache_widths)
+    pages = np.array([7, 6, 5, 4], np.int32)
     for start, count in ((0, 6), (6, 5)):
         rows = x[start : start + count]
         sequences = [
             SequenceStep.of(0, start, count),
-            SequenceStep.of(count, start, count, slots=slots[: start + count]),
+            SequenceStep.of(count, start, count, pages[: -(-(start + count) // 3)], 3),
         ]
         positions = torch.arange(start, start + count).repeat(2)
         got = layer(torch.cat((rows, 2 * rows)), StepContext(sequences, *table.rows(positions)), cache)

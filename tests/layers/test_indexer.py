@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from duckllm.layers.indexer import select_topk
+from duckllm import _native
 
 
-def select_by_sorting(row: list[float], topk: int) -> list[bool]:
-    chosen = sorted(range(len(row)), key=lambda i: (-row[i], i))[:topk]
-    return [i in chosen for i in range(len(row))]
+def select_topk(scores: torch.Tensor, topk: int) -> list[list[int]]:
+    return _native.select_topk(scores.float().numpy(), topk).tolist()
+
+
+def select_by_sorting(row: list[float], topk: int) -> list[int]:
+    return sorted(sorted(range(len(row)), key=lambda i: (-row[i], i))[:topk])
 
 
 @given(
@@ -20,17 +24,25 @@ def select_by_sorting(row: list[float], topk: int) -> list[bool]:
 def test_selects_as_a_stable_sort_among_many_ties(row: list[float], topk: int) -> None:
     topk = min(topk, len(row) - 1)
     selected = select_topk(torch.tensor([row, row[::-1]]), topk)
-    assert selected[0].tolist() == select_by_sorting(row, topk)
-    assert selected[1].tolist() == select_by_sorting(row[::-1], topk)
+    assert selected == [select_by_sorting(row, topk), select_by_sorting(row[::-1], topk)]
 
 
-@pytest.mark.parametrize("topk", [1, 7, 63])
-def test_selects_the_largest_of_distinct_scores(topk: int) -> None:
-    scores = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
-    selected = select_topk(scores, topk)
-    assert selected.sum(-1).tolist() == [topk] * 5
-    for row in range(5):
-        assert scores[row][selected[row]].min() > scores[row][~selected[row]].max()
+@pytest.mark.parametrize("topk", [1, 7, 63, 64, 2999])
+def test_selects_as_a_stable_sort_among_many_scores(topk: int) -> None:
+    """Of every magnitude, some of them equal."""
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.randn(5, 3000, generator=generator) * 2.0 ** torch.randint(
+        -126, 100, (5, 3000), generator=generator
+    )
+    scores[:, 1::7] = scores[:, ::7][:, : scores[:, 1::7].shape[1]]
+    order = np.argsort(-scores.numpy(), axis=1, kind="stable")[:, :topk]
+    assert select_topk(scores, topk) == np.sort(order, axis=1).tolist()
+
+
+@pytest.mark.parametrize("topk", [0, 5])
+def test_a_number_that_cannot_be_selected_is_named(topk: int) -> None:
+    with pytest.raises(ValueError, match=f"^topk: got {topk}, expected 1 to 4$"):
+        select_topk(torch.zeros(2, 4), topk)
 
 
 def hadamard(size: int) -> torch.Tensor:
@@ -57,4 +69,4 @@ def test_a_hadamard_rotation_changes_neither_scores_nor_choice(size: int) -> Non
     assert (q @ rotation - q).abs().max() > 1
     plain, rotated = scores(q, keys), scores(q @ rotation, keys @ rotation)
     assert (rotated - plain).abs().max() < 1e-12 * plain.abs().max()
-    assert torch.equal(select_topk(rotated, 50), select_topk(plain, 50))
+    assert select_topk(rotated, 50) == select_topk(plain, 50)

@@ -85,15 +85,6 @@ def test_greedy_tokens_equal_the_reference(case: Case) -> None:
     assert_greedy(case, num_prompts=20 if case.spec.name in ("one_dense_layer", "sparse") else 5)
 
 
-def test_long_prompts_in_row_blocks_give_the_same_logits(
-    make_case: MakeCase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = make_case(SPECS["sparse"])
-    monkeypatch.setattr(mla, "SCORE_BLOCK_ELEMENTS", 11 * 4 * 96)
-    monkeypatch.setattr(indexer, "SCORE_BLOCK_ELEMENTS", 5 * 16 * 96)
-    assert_logits(case, 96)
-
-
 def test_the_sparse_path_decides(make_case: MakeCase) -> None:
     """Attention to everything gives other logits, so the comparison above sees the selection."""
     case = make_case(SPECS["sparse"])

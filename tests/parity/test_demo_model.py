@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from duckllm.engine.engine import Engine
 from duckllm.layers import indexer
 from duckllm.layers.rope import rotate_interleaved
 from duckllm.text import Tokenizer
+from support.attention import watch_selections
 from support.models import TOLERANCE, all_logits, build_model, difference, greedy
 from support.reference import load_reference, reference_greedy, reference_logits
 
@@ -75,16 +77,15 @@ def test_logits_of_conversations_equal_the_reference(
     assert len(tokens) > 200
     undecided = torch.zeros(len(tokens), dtype=torch.bool)
 
-    def watched(scores: torch.Tensor, topk: int) -> torch.Tensor:
-        best = scores.topk(topk + 1, dim=-1).values
+    def watch(_indexer: Any, _step: Any, _x: Any, scores: torch.Tensor | None, _selection: Any) -> None:
+        assert scores is not None
+        best = scores.topk(129, dim=-1).values
         gap = best[:, -2] - best[:, -1]
         undecided.logical_or_((gap > 0) & (gap < UNDECIDED))
-        return original(scores, topk)
 
-    original = indexer.select_topk
-    monkeypatch.setattr(indexer, "select_topk", watched)
-    logits = all_logits(build_model(demo_folder), tokens, len(tokens))
-    monkeypatch.setattr(indexer, "select_topk", original)
+    with monkeypatch.context() as watching:
+        watch_selections(watching, watch)
+        logits = all_logits(build_model(demo_folder), tokens, len(tokens))
     expected = reference_logits(reference, tokens)
     assert int(undecided.sum()) <= len(tokens) // 50
     assert difference(logits[~undecided], expected[~undecided]) <= TOLERANCE

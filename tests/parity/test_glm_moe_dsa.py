@@ -112,7 +112,7 @@ def half_split_indexer(case: Case, patch: pytest.MonkeyPatch) -> CausalLM:
 
 def first_selection_for_all(case: Case, patch: pytest.MonkeyPatch) -> CausalLM:
     model = build_model(case.folder)
-    original = indexer.Indexer.select
+    original = indexer.Indexer.__call__
     first: list[Any] = []
 
     def once(self: indexer.Indexer, *inputs: Any) -> Any:
@@ -120,7 +120,7 @@ def first_selection_for_all(case: Case, patch: pytest.MonkeyPatch) -> CausalLM:
             first.append(original(self, *inputs))
         return first[0]
 
-    patch.setattr(indexer.Indexer, "select", once)
+    patch.setattr(indexer.Indexer, "__call__", once)
     return model
 
 

@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -175,14 +176,6 @@ def test_greedy_tokens_equal_the_reference(case: Case) -> None:
     assert_greedy(case, num_prompts=2)
 
 
-@pytest.mark.parametrize("name", ["qwen3-normalised", "qwen3-window-5"])
-def test_long_prompts_in_row_blocks_give_the_same_logits(
-    name: str, make_case: MakeCase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gqa, "MASK_BLOCK_ELEMENTS", 7 * 2 * 96)
-    assert_logits(make_case(BY_NAME[name]), 96)
-
-
 def attentions(model: CausalLM) -> list[GQAttention]:
     layers = [layer.attention for layer in model.layers]
     assert all(isinstance(layer, GQAttention) for layer in layers)
@@ -240,15 +233,21 @@ def window_in_every_layer(model: CausalLM, patch: pytest.MonkeyPatch) -> None:
 
 def heads_grouped_by_remainder(model: CausalLM, patch: pytest.MonkeyPatch) -> None:
     """Head h with key head h % kv_heads, where h // group is right."""
-    original = GQAttention._attend
+    native = model.runtime.attention
 
-    def attend(self: GQAttention, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        s = self.shape
-        order = torch.arange(s.num_heads).view(-1, s.num_kv_heads).T.reshape(-1)
-        attended = original(self, q[:, order], keys, values).view(-1, s.num_heads, s.head_dim)
-        return attended[:, order.argsort()].reshape(-1, s.num_heads * s.head_dim)
+    class ByRemainder:
+        """Attention with its query heads in another order."""
 
-    patch.setattr(GQAttention, "_attend", attend)
+        store = native.store
+
+        def attend(self, step: Any, q: Any, keys: Any, values: Any, num_kv_heads: int, *rest: Any) -> Any:
+            order = np.arange(q.shape[1]).reshape(-1, num_kv_heads).T.reshape(-1)
+            attended = native.attend(
+                step, np.ascontiguousarray(q[:, order]), keys, values, num_kv_heads, *rest
+            )
+            return np.ascontiguousarray(attended[:, order.argsort()])
+
+    patch.setitem(vars(model.runtime), "attention", ByRemainder())
 
 
 def normalisation_flipped(model: CausalLM, patch: pytest.MonkeyPatch) -> None:

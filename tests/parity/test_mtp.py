@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -225,7 +226,8 @@ def test_contexts_in_one_step_are_apart(draft: Draft) -> None:
     contexts, model, mtp = draft.token_ids.split((13, 19)), draft.model, draft.mtp
     sizes = [len(tokens) - 1 for tokens in contexts]
     states = [hidden_states(model, tokens) for tokens in contexts]
-    step = [SequenceStep.of(0, 0, sizes[0], first_slot=sizes[1]), SequenceStep.of(sizes[0], 0, sizes[1])]
+    behind = np.arange(sizes[1], sum(sizes), dtype=np.int32)
+    step = [SequenceStep.of(0, 0, sizes[0], behind), SequenceStep.of(sizes[0], 0, sizes[1])]
     following = torch.cat([tokens[1:] for tokens in contexts])
     drafted = mtp.forward(torch.cat(states), following, step, mtp.new_kv_cache(sum(sizes)))
     together = model.compute_logits(drafted).split(sizes)

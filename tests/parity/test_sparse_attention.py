@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from duckllm.layers.indexer import Indexer
-from duckllm.layers.step import SequenceStep
+from duckllm.layers.step import SequenceStep, StepContext
 from duckllm.models.causal_lm import CausalLM
 from parity import test_glm_moe_dsa
 from support import families
+from support.attention import watch_selections
 from support.families import Case, MakeCase
 from support.models import TOLERANCE, all_logits, build_model, difference
 from support.reference import read_checkpoint
@@ -55,26 +56,21 @@ def watch(model: CausalLM, token_ids: list[int], step_tokens: int, patch: Patch)
     """Runs the tokens through the model; what happened in each layer that has an indexer."""
     indexers = {n: layer.attention.indexer for n, layer in enumerate(model.layers)}
     seen = {id(each): Watched() for each in indexers.values() if each is not None}
-    select, scores = Indexer.select, Indexer.scores
 
-    def watched_select(self: Indexer, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor | None:
-        selection = select(self, x, *rest)
-        seen[id(self)].inputs.append(x.clone())
-        start = rest[-1].shape[0] - x.shape[0]
+    def watch_one(
+        indexer: Indexer, step: StepContext, x: torch.Tensor, scores: torch.Tensor | None, selection: Any
+    ) -> None:
+        own = seen[id(indexer)]
+        own.inputs.append(x.clone())
+        start = step.sequences[0].start
         for row in range(x.shape[0]):
-            everything = range(start + row + 1)
-            own = everything if selection is None else selection[row].nonzero()[:, 0].tolist()
-            seen[id(self)].chosen.append(set(own))
-        return selection
-
-    def watched_scores(self: Indexer, *args: torch.Tensor) -> torch.Tensor:
-        result = scores(self, *args)
-        seen[id(self)].scores.append(result.clone())
-        return result
+            is_all = selection is None or selection[row, 0] < 0
+            own.chosen.append(set(range(start + row + 1) if is_all else selection[row].tolist()))
+        if scores is not None:
+            own.scores.append(scores)
 
     with patch.context() as watching:
-        watching.setattr(Indexer, "select", watched_select)
-        watching.setattr(Indexer, "scores", watched_scores)
+        watch_selections(watching, watch_one)
         all_logits(model, token_ids, step_tokens)
     return {n: seen[id(each)] for n, each in indexers.items() if each is not None}
 
@@ -196,49 +192,30 @@ def test_ties_are_at_the_border_and_go_to_the_lowest(make_case: MakeCase, monkey
 def test_decode_reads_no_latent_that_was_not_selected(
     is_paged: bool, make_case: MakeCase, monkeypatch: Patch
 ) -> None:
-    """All others may be NaN, and are not even copied: so the cost is that of the selected ones."""
+    """All others may be NaN: so the cost is that of the selected ones."""
     case = make_case(SPECS["sparse"])
     model, tokens = build_model(case.folder), torch.tensor(case.token_ids)
     cache = model.new_kv_cache(64)
-    slots = np.random.default_rng(0).permutation(64) if is_paged else np.arange(64)
+    slots = np.random.default_rng(0).permutation(64).astype(np.int32) if is_paged else np.arange(64)
 
     def forward(start: int, stop: int) -> torch.Tensor:
-        step = SequenceStep.of(0, start, stop - start, slots=slots[:stop] if is_paged else None)
+        step = SequenceStep.of(0, start, stop - start, slots[:stop] if is_paged else None)
         return model.forward(tokens[start:stop], [step], cache)
 
     forward(0, 60)
     expected = forward(60, 61)
-    selections: list[torch.Tensor] = []
-    select, read = Indexer.select, SequenceStep.read
+    selections: list[np.ndarray] = []
+    select = Indexer.__call__
 
-    def poisoning(self: Indexer, *args: torch.Tensor) -> torch.Tensor | None:
+    def poisoning(self: Indexer, *args: Any) -> Any:
         selection = select(self, *args)
-        assert selection is not None
-        unselected = torch.from_numpy(slots[:61])[~selection[0]]
-        cache[len(selections)][0][unselected] = torch.nan
+        cache[len(selections)][0][np.delete(slots[:61], selection[0])] = torch.nan
         selections.append(selection)
         return selection
 
-    def read_of_keys(self: SequenceStep, tensor: torch.Tensor) -> torch.Tensor:
-        assert not any(tensor is layer[0] for layer in cache), "all latents are read"
-        return read(self, tensor)
-
-    monkeypatch.setattr(Indexer, "select", poisoning)
-    monkeypatch.setattr(SequenceStep, "read", read_of_keys)
+    monkeypatch.setattr(Indexer, "__call__", poisoning)
     assert torch.equal(forward(60, 61), expected)
-    assert [int(selection.sum()) for selection in selections] == [TOPK] * len(model.layers)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 5])
-def test_a_selection_of_everything_is_dense_attention(num_tokens: int, make_case: MakeCase) -> None:
-    attention = build_model(make_case(SPECS["sparse"]).folder).layers[1].attention
-    generator = torch.Generator().manual_seed(0)
-    cache = torch.randn(20, 48, generator=generator)
-    q = torch.randn(num_tokens, 4, 48, generator=generator)
-    causal = torch.ones(num_tokens, 20, dtype=torch.bool).tril(20 - num_tokens)
-    sequence = SequenceStep.of(0, 20 - num_tokens, num_tokens)
-    dense = attention._attend(q, sequence, cache, None)
-    assert torch.equal(attention._attend(q, sequence, cache, causal), dense)
+    assert [len(set(selection[0])) for selection in selections] == [TOPK] * len(model.layers)
 
 
 def test_nothing_is_scored_while_all_is_attended_to(make_case: MakeCase, monkeypatch: Patch) -> None:

@@ -1,0 +1,51 @@
+"""The indexer's scores in PyTorch, as the reference of the native ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from duckllm.layers.indexer import Indexer
+from duckllm.layers.step import StepContext
+
+# The indexer, the step, the input and the index scores, and what was chosen: a row's -1 first, or None, for
+# all that it has.
+WatchSelection = Callable[[Indexer, StepContext, torch.Tensor, torch.Tensor | None, Any], None]
+
+
+def index_scores(
+    indexer: Indexer, x: torch.Tensor, q_latent: torch.Tensor, step: StepContext, cache: torch.Tensor
+) -> torch.Tensor:
+    """The scores of a step of one context that lies in order: [T, S], -inf for later tokens."""
+    (sequence,) = step.sequences
+    assert sequence.pages.tolist() == [0]
+    q = Indexer.queries(indexer, q_latent, step.cos, step.sin)
+    products = torch.relu(torch.einsum("thd,sd->ths", q, cache[: sequence.stop]))
+    scores = torch.einsum("th,ths->ts", indexer.head_weights(x), products)
+    positions = torch.arange(sequence.start, sequence.stop)[:, None]
+    return scores.masked_fill(torch.arange(sequence.stop) > positions, -torch.inf)
+
+
+def watch_selections(patch: pytest.MonkeyPatch, watch: WatchSelection) -> None:
+    """Calls ``watch`` at each selection; the scores are None where none were computed."""
+    select, asked = Indexer.__call__, []
+    queries = Indexer.queries
+
+    def watched_queries(self: Indexer, *args: torch.Tensor) -> torch.Tensor:
+        asked.append(self)
+        return queries(self, *args)
+
+    def watched(
+        self: Indexer, x: torch.Tensor, q_latent: torch.Tensor, step: StepContext, cache: torch.Tensor
+    ) -> Any:
+        asked.clear()
+        selection = select(self, x, q_latent, step, cache)
+        scores = index_scores(self, x, q_latent, step, cache) if asked else None
+        watch(self, step, x, scores, selection)
+        return selection
+
+    patch.setattr(Indexer, "queries", watched_queries)
+    patch.setattr(Indexer, "__call__", watched)
