@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 import torch
 
 from duckllm.engine.kv_cache import PAGE_TOKENS, KvCache, PageTable, num_pages
+from support.attention import slots_of
 
 
 def new_tensors(max_tokens: int) -> list[tuple[torch.Tensor, ...]]:
@@ -24,7 +24,7 @@ def fill(cache: KvCache, token_ids: list[int]) -> tuple[PageTable, int]:
     table, cached = cache.open(token_ids)
     assert cache.reserve(table, len(token_ids))
     sequence = cache.sequence(table, 0, cached, len(token_ids) - cached)
-    slots = (sequence.pages[:, None] * PAGE_TOKENS + np.arange(PAGE_TOKENS)).reshape(-1)[: len(token_ids)]
+    slots = slots_of(sequence)
     cache.tensors[0][0][slots[cached:], 0] = torch.tensor(token_ids[cached:], dtype=torch.float32)
     assert cache.tensors[0][0][slots, 0].tolist() == token_ids
     cache.seal(table, token_ids, len(token_ids))

@@ -11,6 +11,7 @@ from duckllm.engine.request import Request
 from duckllm.models.causal_lm import CausalLM
 from duckllm.models.mtp import MTPLayer
 from duckllm.sampling_params import SamplingParams
+from support.attention import slots_of
 from support.drafting import GROUPED, SPARSE, Remembering, make_engine, make_model
 from support.models import greedy, step_sizes
 
@@ -175,7 +176,7 @@ def test_without_guesses_the_layer_lags_by_less_than_a_page_and_catches_up(
         table = engine.scheduler._running.get(request)
         if table is not None:
             assert len(table.hashes) == ready // PAGE_TOKENS
-            rows = engine.kv_cache.sequence(table, 0, 0, ready).read(engine.kv_cache.tensors[-1][0])
+            rows = engine.kv_cache.tensors[-1][0][slots_of(engine.kv_cache.sequence(table, 0, 0, ready))]
             assert rows[1:, 0].tolist() == request.token_ids[1:ready]
     assert max(lags) == PAGE_TOKENS - 1
     assert lags[-1] == 0
@@ -199,7 +200,7 @@ def test_the_layers_rows_are_those_of_confirmed_tokens(pair: tuple[CausalLM, MTP
         if table is not None:
             assert engine.drafter is not None
             ready = engine.drafter.num_ready(request) + bool(request.draft_token_ids)
-            rows = engine.kv_cache.sequence(table, 0, 0, ready).read(engine.kv_cache.tensors[-1][0])
+            rows = engine.kv_cache.tensors[-1][0][slots_of(engine.kv_cache.sequence(table, 0, 0, ready))]
             assert rows[1:, 0].tolist() == request.token_ids[1:ready]
             readies.append(len(request.token_ids) - ready)
     assert list(request.output_token_ids) == expected

@@ -1,19 +1,29 @@
-"""The indexer's scores in PyTorch, as the reference of the native ones."""
+"""Where a context's tokens lie, and the indexer's scores in PyTorch, as the reference of the native ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 from duckllm.layers.indexer import Indexer
-from duckllm.layers.step import StepContext
+from duckllm.layers.step import SequenceStep, StepContext
 
 # The indexer, the step, the input and the index scores, and what was chosen: a row's -1 first, or None, for
 # all that it has.
 WatchSelection = Callable[[Indexer, StepContext, torch.Tensor, torch.Tensor | None, Any], None]
+
+
+def slots_of(sequence: SequenceStep) -> npt.NDArray[np.int64]:
+    """The row of the cache that holds each token up to the step's last: [stop]."""
+    positions = np.arange(sequence.stop)
+    return sequence.pages[positions // sequence.page_tokens].astype(np.int64) * sequence.page_tokens + (
+        positions % sequence.page_tokens
+    )
 
 
 def index_scores(

@@ -20,6 +20,7 @@ from duckllm.moe.local import LocalExperts
 from duckllm.weights.convert import convert
 from duckllm.weights.host_tensors import HostTensors
 from duckllm.weights.manifest import Manifest
+from support.attention import slots_of
 from support.families import Spec, add_mtp_layer, write_model
 
 _COMMON: dict[str, Any] = {
@@ -94,7 +95,7 @@ class Remembering:
         assert len(hidden) == len(token_ids) == sum(each.num_tokens for each in sequences)
         self.num_rows += len(token_ids)
         for each in sequences:
-            each.write(cache[0], token_ids[each.rows, None].float())
+            cache[0][slots_of(each)[each.start :]] = token_ids[each.rows, None].float()
         guesses = [self.followers.get(token, token) for token in token_ids.tolist()]
         return torch.nn.functional.one_hot(torch.tensor(guesses), self.model.config.vocab_size).float()
 
