@@ -25,6 +25,7 @@ from duckllm.models.causal_lm import CausalLM
 from duckllm.models.registry import load_config, load_model
 from duckllm.outputs import CachedTokens
 from duckllm.sampling_params import SamplingParams
+from support.attention import slots_of
 from support.experts import DictTensors, TorchExperts
 from support.families import deepseek_v32, write_model
 from support.models import greedy
@@ -65,12 +66,12 @@ def use(cache: KvCache, prompt: list[int]) -> dict[str, int]:
         cache.wait_for(table)
     cached = len(table.pages) * PAGE_TOKENS
     assert cache.reserve(table, len(prompt))
-    sequence = cache.sequence(table, 0, cached, len(prompt) - cached)
+    slots = slots_of(cache.sequence(table, 0, cached, len(prompt) - cached))
     new = torch.tensor(prompt[cached:], dtype=torch.float32)[:, None]
-    sequence.write(cache.tensors[0][0], torch.cat([new, -new], dim=1))
-    sequence.write(cache.tensors[1][0], new + 0.5)
-    assert sequence.read(cache.tensors[0][0]).tolist() == [[token, -token] for token in prompt]
-    assert sequence.read(cache.tensors[1][0])[:, 0].tolist() == [token + 0.5 for token in prompt]
+    cache.tensors[0][0][slots[cached:]] = torch.cat([new, -new], dim=1)
+    cache.tensors[1][0][slots[cached:]] = new + 0.5
+    assert cache.tensors[0][0][slots].tolist() == [[token, -token] for token in prompt]
+    assert cache.tensors[1][0][slots, 0].tolist() == [token + 0.5 for token in prompt]
     cache.seal(table, prompt, len(prompt))
     found = dict(table.found)
     cache.close(table)
