@@ -11,6 +11,7 @@ import torch
 from duckllm.engine.kv_cache import PAGE_TOKENS, KvCache
 from duckllm.engine.request import Request
 from duckllm.engine.scheduler import Scheduled, Scheduler
+from duckllm.outputs import CachedTokens
 from duckllm.sampling_params import SamplingParams
 
 
@@ -149,3 +150,46 @@ def test_an_interruption_of_the_bookkeeping_costs_only_time(method: str, line: i
             compute(scheduler)
         scheduler.remove(request)
     assert scheduler.kv_cache.num_available_pages == 6
+
+
+def test_a_common_beginning_is_computed_once() -> None:
+    """By the first; whoever begins alike waits for it, and others do not wait for either."""
+    scheduler = make_scheduler(step=12)
+    common = 2 * PAGE_TOKENS
+    first, second = make_request("first", common + 5), make_request("second", common + 9)
+    other = make_request("other", 3, first=500)
+    for request in (first, second, other):
+        scheduler.add(request)
+    assert compute(scheduler) == [("first", 0, 12)]
+    assert compute(scheduler) == [("first", 12, 24)]
+    assert compute(scheduler) == [("first", 24, 36)]
+    # Both pages are there now, and the step has room for what is left of all.
+    assert compute(scheduler) == [("first", 36, 37), ("second", 32, 41), ("other", 0, 2)]
+    assert second.cached_tokens == CachedTokens(device=common)
+    for request in (first, second, other):
+        scheduler.remove(request)
+    assert scheduler.kv_cache.num_available_pages == 100
+
+
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_who_waits_for_a_beginning_goes_on_alone_when_the_other_leaves(is_removed: bool) -> None:
+    scheduler = make_scheduler(step=20)
+    first, second = make_request("first", 50), make_request("second", 50)
+    scheduler.add(first)
+    scheduler.add(second)
+    assert compute(scheduler) == [("first", 0, 20)]
+    scheduler.remove(first if is_removed else second)
+    if not is_removed:
+        assert compute(scheduler) == [("first", 20, 40)]
+        scheduler.add(second)
+        assert compute(scheduler) == [("first", 40, 50)]
+        assert compute(scheduler) == [("first", 50, 51), ("second", 48, 50)]
+    else:
+        assert compute(scheduler) == [("second", PAGE_TOKENS, PAGE_TOKENS + 20)]
+
+
+def test_who_shares_no_whole_page_does_not_wait() -> None:
+    scheduler = make_scheduler(step=100)
+    for name in ("first", "second"):
+        scheduler.add(make_request(name, PAGE_TOKENS))  # its last token is computed in any case
+    assert compute(scheduler) == [("first", 0, PAGE_TOKENS), ("second", 0, PAGE_TOKENS)]

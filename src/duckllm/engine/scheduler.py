@@ -2,7 +2,8 @@
 
 Called by the engine. Every request has tokens of which some are computed; a step computes some of the rest.
 Requests that only their last token is missing of, those that are answering, come first: a long prompt makes
-them wait for one step's worth of it, never for all. What room is left goes to prompts in the order they came.
+them wait for one step's worth of it, never for all. What room is left goes to prompts in the order they came;
+one that begins as another does that is being computed waits for that beginning, and then takes it over.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class Scheduler:
         # The one that waits for its beginning to come up from the tiers, and who would do so too meanwhile.
         self._fetching: tuple[Request, PageTable] | None = None
         self._passed: set[Request] = set()
+        # Who waits for a running one to compute the beginning that both have, so many tokens.
+        self._follows: dict[Request, tuple[Request, int]] = {}
         self._is_changing = False
 
     def __contains__(self, request: Request) -> bool:
@@ -79,6 +82,7 @@ class Scheduler:
             self._running.clear()
             self._fetching = None
             self._passed.clear()
+            self._follows.clear()
         self._is_changing = True
         yield
         self._is_changing = False
@@ -97,6 +101,7 @@ class Scheduler:
                 else:
                     self._waiting.remove(request)
                     self._passed.discard(request)
+                    self._follows.pop(request, None)
                     if self._fetching is not None and self._fetching[0] is request:
                         self._stop_fetching()
 
@@ -138,8 +143,11 @@ class Scheduler:
         for request in () if preempted else tuple(self._waiting):
             if not budget or len(self._running) == self.max_num_seqs:
                 break
-            table = self._table_of(request)
+            table = None if self._is_behind(request) else self._table_of(request)
             if table is None:
+                continue
+            if self._follow(request, table):
+                self.kv_cache.close(table)
                 continue
             num_cached = len(table.pages) * PAGE_TOKENS
             # A guess is made from the hidden state of the token before, which is in no cache.
@@ -159,6 +167,28 @@ class Scheduler:
     def _room(self, wanted: Scheduled) -> int:
         """Tokens that need pages: what is computed, and as many guesses in it and behind it as may be."""
         return min(wanted.stop + 2 * self.max_drafts, wanted.request.max_model_len)
+
+    def _follow(self, request: Request, table: PageTable) -> bool:
+        """Whether another one is about to compute the next page of this one, which had better wait for it."""
+        found = len(table.pages)
+        for other, others_table in self._running.items():
+            if others_table.hashes[:found][-1:] != table.hashes[-1:]:
+                continue
+            common = _common_pages(request, other, found) * PAGE_TOKENS
+            if found * PAGE_TOKENS < common and other.num_computed_tokens < common:
+                self._follows[request] = (other, common)
+                return True
+        return False
+
+    def _is_behind(self, request: Request) -> bool:
+        """Whether what the request waits for is still being computed."""
+        if request not in self._follows:
+            return False
+        other, common = self._follows[request]
+        if other in self._running and other.num_computed_tokens < common:
+            return True
+        del self._follows[request]
+        return False
 
     def _table_of(self, request: Request) -> PageTable | None:
         """A table with all that is known of the request; None while some of that has yet to come up."""
@@ -209,6 +239,18 @@ class Scheduler:
 def _num_left(request: Request) -> int:
     """Tokens to compute. A step that was interrupted before it sampled is repeated: there always is one."""
     return max(1, len(request.token_ids) - request.num_computed_tokens)
+
+
+def _common_pages(request: Request, other: Request, known: int) -> int:
+    """Full pages that both begin with, of which so many are known; ``request`` keeps a token to compute."""
+    pages = known
+    most = min(len(request.token_ids) - 1, len(other.token_ids)) // PAGE_TOKENS
+    while pages < most:
+        page = slice(pages * PAGE_TOKENS, (pages + 1) * PAGE_TOKENS)
+        if request.token_ids[page] != other.token_ids[page]:
+            break
+        pages += 1
+    return pages
 
 
 def _wanted(request: Request, table: PageTable, budget: int) -> Scheduled:
