@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from duckllm.assembly import CacheLimits, ClusterInfo, begin_workers, build_engine
 from duckllm.config import MAX_THREADS, MAX_WORKERS, ClusterConfig, StepConfig
+from duckllm.conversation import Conversation
 from duckllm.errors import CheckpointError, ConfigError, InWords, RequestError
 from duckllm.models.registry import open_model
 from duckllm.outputs import EngineMetrics, RequestOutput, StreamOutput
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from duckllm.engine.request import Request
 
 Prompt = str | Sequence[int]
-Conversation = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, str]]
 
 
 class LLM:
@@ -108,6 +109,7 @@ class LLM:
         _check_int("max_num_seqs", max_num_seqs, 1)
         limits = CacheLimits(kv_cache_bytes, *_tier_limits(kv_memory_bytes, kv_disk_dir, kv_disk_bytes))
         opened = open_model(model)
+        self.model_hash = opened.manifest.model_hash
         self.default_sampling_params = _default_sampling_params(opened.path)
         stack = ExitStack()
         # Closes the workers when the object goes, and at the interpreter's exit, if nobody did before.
@@ -155,6 +157,20 @@ class LLM:
         """What was computed so far and how long it took, in all and over the last steps."""
         return self._engine.stats.metrics()
 
+    def conversation(self, system: str | None = None, *, keep_thinking: bool = True) -> Conversation:
+        """A conversation whose every turn goes on from the tokens of the turns before, as they really were.
+
+        Args:
+            system: A system message before it.
+            keep_thinking: As for :class:`duckllm.conversation.Conversation`.
+
+        Example:
+            >>> conversation = llm.conversation()
+            >>> print(conversation.send("What is a duck?").outputs[0].text)
+            >>> print(conversation.send("What was my first question?").outputs[0].text)
+        """
+        return Conversation(self, system, keep_thinking=keep_thinking)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -180,7 +196,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Conversation | Sequence[Conversation],
+        messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """The assistant's next message of each conversation.
@@ -203,7 +219,7 @@ class LLM:
         return self._run_all([None] * len(token_ids), token_ids, params)
 
     def stream(
-        self, prompt: Prompt | Conversation, sampling_params: SamplingParams | None = None
+        self, prompt: Prompt | Messages, sampling_params: SamplingParams | None = None
     ) -> Iterator[StreamOutput]:
         """A reply as it grows: one output a token, the last one with its ``finish_reason``.
 

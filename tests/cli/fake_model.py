@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from duckllm.errors import ConfigError, PromptTooLongError, WorkerLostError
@@ -21,6 +21,36 @@ class FakeInfo:
     num_workers: int = 2
     weight_format: str = "fp9"
     isas: tuple[str, ...] = ("avx2", "scalar")
+
+
+class FakeConversation:
+    """As duckllm.conversation.Conversation: keeps what was said, also of a reply that was stopped."""
+
+    def __init__(self, model: FakeModel, system: str | None) -> None:
+        self.model, self.system = model, system
+        self.token_ids: list[int] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def stream(
+        self, text: str, sampling_params: SamplingParams | None = None
+    ) -> Generator[StreamOutput, None, None]:
+        question = {"role": "user", "content": text}
+        return self._stream(question, self.model.stream([*self.messages, question], sampling_params))
+
+    def _stream(
+        self, question: dict[str, str], outputs: Iterator[StreamOutput]
+    ) -> Generator[StreamOutput, None, None]:
+        said: list[str] = []
+        try:
+            for output in outputs:
+                said.append(output.text)
+                yield output
+        finally:
+            if said:
+                self.messages += [question, {"role": "assistant", "content": "".join(said)}]
 
 
 class FakeModel:
@@ -41,6 +71,9 @@ class FakeModel:
 
     def cluster_info(self) -> FakeInfo:
         return FakeInfo()
+
+    def conversation(self, system: str | None = None) -> FakeConversation:
+        return FakeConversation(self, system)
 
     def stream(
         self, prompt: Sequence[Mapping[str, str]], sampling_params: SamplingParams | None = None

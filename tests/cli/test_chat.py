@@ -10,11 +10,13 @@ import pytest
 from fake_model import FakeInfo, FakeModel
 
 from duckllm.cli import chat as verb
-from duckllm.cli.common import Waiting, describe_facts, describe_workers, parse_workers
+from duckllm.cli.common import Waiting, describe_facts, describe_workers, parse_size, parse_workers
 from duckllm.cli.main import app, main
 from duckllm.errors import ConfigError, InWords
-from duckllm.outputs import RequestMetrics
+from duckllm.outputs import CachedTokens, RequestMetrics
 from duckllm.sampling_params import SamplingParams
+
+CACHE = {"kv_cache_bytes": None, "kv_memory_bytes": 0, "kv_disk_dir": None, "kv_disk_bytes": None}
 
 
 class Outcome:
@@ -103,6 +105,7 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
         "prefill": "bf16",
         "threads_per_worker": 3,
         "cluster_token": "secret",
+        **CACHE,
     }
     assert done.loaded == [("/m", {"workers": ("a:1", "b:2"), **options}, 99)]
     assert done.model.params == [
@@ -124,7 +127,7 @@ def test_what_is_not_given_is_the_models_own(duckllm: Any, monkeypatch: pytest.M
     monkeypatch.setattr(FakeModel, "default_sampling_params", SamplingParams(temperature=0.25, top_k=9))
     done = duckllm("chat", "--prompt", "x", "--max-tokens", "5")
     options = {"wire_dtype": "f32", "weight_format": "auto", "prefill": "f32"}
-    options |= {"threads_per_worker": 0, "cluster_token": None}
+    options |= {"threads_per_worker": 0, "cluster_token": None, **CACHE}
     assert done.loaded == [(None, {"workers": 2, **options}, None)]
     assert done.model.params == [SamplingParams(temperature=0.25, top_k=9, max_tokens=5)]
 
@@ -153,6 +156,15 @@ def test_what_is_not_given_is_the_models_own(duckllm: Any, monkeypatch: pytest.M
         (["--prompt", "x", "--format", "fp7"], None, "weight_format: got 'fp7', expected one of auto, fp9"),
         (["--prompt", "x", "--wire-dtype", "f64"], None, "wire_dtype: got 'f64', expected one of f32, bf16"),
         (["--prompt", "x", "--threads-per-worker", "-1"], None, "threads_per_worker: got -1"),
+        (
+            ["--prompt", "x", "--kv-cache-bytes", "much"],
+            None,
+            "kv_cache_bytes: got 'much', expected a size: 2",
+        ),
+        (["--prompt", "x", "--kv-memory-bytes", "-1"], None, "kv_memory_bytes: got '-1', expected a size"),
+        (["--prompt", "x", "--kv-disk-bytes", "1 EiB"], None, "kv_disk_bytes: got '1 EiB', expected a size"),
+        (["--prompt", "x", "--session", "../x"], None, "session: got '../x', expected up to 64 letters"),
+        (["--prompt", "x", "--session", ".x"], None, "session: got '.x'"),
         (["--prompt", "x", "--token-file", "/nowhere/token"], None, "token_file: got '/nowhere/token'"),
     ],
 )
@@ -245,6 +257,24 @@ def test_version_and_help(duckllm: Any) -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
+    [
+        ("0", 0),
+        ("12345", 12345),
+        ("12B", 12),
+        ("2GiB", 2 << 30),
+        ("2g", 2 << 30),
+        ("1.5 GiB", 3 << 29),
+        ("800MB", 800_000_000),
+        ("3kB", 3000),
+        ("1TiB", 1 << 40),
+    ],
+)
+def test_sizes_are_bytes(text: str, expected: int) -> None:
+    assert parse_size("field", text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
     [("3", 3), ("0", 0), (" 12 ", 12), ("a:1", ("a:1",)), ("a:1, [::1]:2", ("a:1", "[::1]:2"))],
 )
 def test_workers_are_a_number_or_addresses(text: str, expected: object) -> None:
@@ -297,6 +327,13 @@ def test_the_spinner_shows_a_name_as_it_is(monkeypatch: pytest.MonkeyPatch) -> N
     with Waiting("Loading /[/b][red]m\x1b[2J", after_s=1000) as waiting:
         waiting._show()
     assert "Loading /[/b][red]m[2J" in err.getvalue()
+
+
+def test_facts_say_how_much_of_a_prompt_was_cached() -> None:
+    metrics = RequestMetrics(402, 1, 0.5, None, cached_tokens=CachedTokens(device=64, memory=4, disk=320))
+    assert describe_facts(FakeInfo(1, "fp9", ("avx512",)), metrics) == (
+        "[1 worker, fp9, avx512, 1 token, first token after 0.50 s, 388 of 402 prompt tokens cached]"
+    )
 
 
 def test_facts_leave_out_what_is_unknown() -> None:

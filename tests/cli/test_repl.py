@@ -11,7 +11,7 @@ from fake_model import FakeModel
 from duckllm.cli.repl import HELP, Repl
 from duckllm.sampling_params import SamplingParams
 
-SYSTEM = {"role": "system", "content": "be brief"}
+SYSTEM = "be brief"
 
 
 def script(*lines: str | type[BaseException]) -> Callable[[], str]:
@@ -26,9 +26,9 @@ def script(*lines: str | type[BaseException]) -> Callable[[], str]:
     return read
 
 
-def talk(model: FakeModel, *lines: str | type[BaseException], start: tuple[dict[str, str], ...] = ()) -> str:
+def talk(model: FakeModel, *lines: str | type[BaseException], system: str | None = None) -> str:
     out = io.StringIO()
-    assert Repl(model, SamplingParams(), start, out, script(*lines)).run() == 0
+    assert Repl(model, SamplingParams(), model.conversation(system), out, script(*lines)).run() == 0
     return out.getvalue()
 
 
@@ -38,7 +38,7 @@ def roles(conversation: list[dict[str, str]]) -> list[str]:
 
 def test_each_turn_sees_the_whole_conversation() -> None:
     model = FakeModel()
-    shown = talk(model, "one", "two", start=(SYSTEM,))
+    shown = talk(model, "one", "two", system=SYSTEM)
     assert roles(model.conversations[-1]) == [
         "system: be brief", "user: one", "assistant: heard 'one'", "user: two",
     ]  # fmt: skip
@@ -55,7 +55,7 @@ def test_several_lines_are_one_message() -> None:
 
 def test_reset_forgets_all_but_the_system_message() -> None:
     model = FakeModel()
-    talk(model, "one", "/reset", "two", start=(SYSTEM,))
+    talk(model, "one", "/reset", "two", system=SYSTEM)
     assert roles(model.conversations[-1]) == ["system: be brief", "user: two"]
 
 
@@ -142,7 +142,7 @@ def test_a_reply_cut_at_its_limit_says_so() -> None:
     facts = "\n[2 workers, fp9, avx2+scalar, 2 tokens, 12.5 tok/s, first token after 0.25 s, cut at "
     assert facts + "the context's end (9 tokens)]\n" in talk(FakeModel(), "long")
     out = io.StringIO()
-    Repl(FakeModel(), SamplingParams(max_tokens=2), (), out, script("long")).run()
+    Repl(FakeModel(), SamplingParams(max_tokens=2), None, out, script("long")).run()
     assert facts + "max_tokens=2]\n" in out.getvalue()
     assert "tok/s" not in talk(FakeModel(), "short")
 
@@ -152,7 +152,7 @@ def test_a_lost_worker_ends_the_conversation(
     capsys: pytest.CaptureFixture[str], heard: str, shown: str
 ) -> None:
     out, model = io.StringIO(), FakeModel()
-    assert Repl(model, SamplingParams(), (), out, script(heard, "more")).run() == 1
+    assert Repl(model, SamplingParams(), None, out, script(heard, "more")).run() == 1
     assert len(model.conversations) == 1
     assert out.getvalue().split("Ctrl-D leaves.\n")[1] == shown
     assert capsys.readouterr().err == (
@@ -170,7 +170,7 @@ def test_a_word_leaves_as_ctrl_d_does(word: str) -> None:
 
 def test_the_model_is_named_first() -> None:
     out = io.StringIO()
-    Repl(FakeModel(), SamplingParams(), (), out, script(), title="a model").run()
+    Repl(FakeModel(), SamplingParams(), None, out, script(), title="a model").run()
     assert out.getvalue().startswith("a model\n2 workers, fp9")
 
 
@@ -180,7 +180,22 @@ def test_replies_do_not_command_the_terminal() -> None:
             return True
 
     out = Terminal()
-    Repl(FakeModel(), SamplingParams(), (), out, script("escape")).run()
+    Repl(FakeModel(), SamplingParams(), None, out, script("escape")).run()
     assert "a[2Jbc\né\n" in out.getvalue()
     assert "\x1b" not in out.getvalue()
     assert "\x1b[2J" in talk(FakeModel(), "escape")
+
+
+def test_whoever_keeps_the_conversation_is_told_after_each_turn() -> None:
+    model = FakeModel()
+    conversation = model.conversation()
+    kept: list[int] = []
+    Repl(
+        model,
+        SamplingParams(),
+        conversation,
+        io.StringIO(),
+        script("one", "/stats", "two", "/reset", "three"),
+        after_turn=lambda: kept.append(len(conversation.messages)),
+    ).run()
+    assert kept == [2, 4, 0, 2]

@@ -9,19 +9,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
 from duckllm.cli.common import (
+    ChatConversation,
     ChatModel,
-    Message,
     Waiting,
     describe_ending,
     describe_facts,
+    parse_size,
     parse_workers,
 )
+from duckllm.cli.session import Session
 from duckllm.cli.terminal import ReplyWriter, keys_unseen
 from duckllm.cluster.token import read_token
 from duckllm.config import ClusterConfig, is_utf8
@@ -31,6 +34,7 @@ from duckllm.weights.resolve import resolve_model
 
 if TYPE_CHECKING:
     from duckllm import LLM
+    from duckllm.conversation import Conversation
     from duckllm.outputs import StreamOutput
 
 # Far above the longest context of any model, at four bytes a token.
@@ -44,6 +48,7 @@ Examples:
   duckllm chat /models/mine --workers 3 --temperature 0.7
   duckllm chat --workers 10.0.0.11:7411,10.0.0.12:7411 --token-file token
   echo "Is 1001 prime?" | duckllm chat --json
+  duckllm chat --session ducks --kv-disk-bytes 4GiB
 """
 
 
@@ -82,6 +87,39 @@ def chat(
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Most tokens of a conversation.")] = None,
+    session: Annotated[
+        str | None,
+        typer.Option(
+            metavar="<name>",
+            help="Keep the conversation under this name, with its KV cache, and go on where it was.",
+            show_default=False,
+        ),
+    ] = None,
+    kv_cache_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="<size>",
+            help="Memory of the KV cache, such as 2GiB; by default decided by the memory there is.",
+            show_default=False,
+        ),
+    ] = None,
+    kv_memory_bytes: Annotated[
+        str,
+        typer.Option(metavar="<size>", help="Memory for what leaves the KV cache, from where it comes back."),
+    ] = "0",
+    kv_disk_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for what was computed, which later runs go on from; a session has its own.",
+            show_default=False,
+        ),
+    ] = None,
+    kv_disk_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="<size>", help="Most bytes in that folder; by default 16GiB.", show_default=False
+        ),
+    ] = None,
     wire_dtype: Annotated[str, typer.Option(help="Activations sent to workers: f32 or bf16.")] = "f32",
     weight_format: Annotated[
         str,
@@ -116,18 +154,38 @@ def chat(
     options = _cluster_options(workers, options | {"threads_per_worker": threads_per_worker}, token_file)
     _check_sampling(overrides)
     _check_utf8("system", system or "")
-    with keys_unseen(), _load(model, options, max_model_len) as llm:
+    with ExitStack() as stack:
+        kept = None if session is None else stack.enter_context(Session(session))
+        folder = kv_disk_dir if kept is None else kv_disk_dir or kept.pages_folder
+        options |= _cache_options(kv_cache_bytes, kv_memory_bytes, folder, kv_disk_bytes)
+        stack.enter_context(keys_unseen())
+        llm = stack.enter_context(_load(model, options, max_model_len))
         params = dataclasses.replace(llm.default_sampling_params, **overrides)
-        start: list[Message] = [{"role": "system", "content": system}] if system else []
+        conversation = llm.conversation(system or None) if kept is None else kept.open(llm, system or None)
+
+        def keep() -> None:
+            if kept is not None:
+                kept.save(conversation)
+
         if question is None:
             from duckllm.cli.repl import Repl
 
-            raise typer.Exit(Repl(llm, params, start, title=_title(model)).run())
-        answer(llm, [*start, {"role": "user", "content": question}], params, sys.stdout, as_json=as_json)
+            title = _title(model, kept, conversation)
+            raise typer.Exit(Repl(llm, params, conversation, title=title, after_turn=keep).run())
+        try:
+            answer(llm, conversation, question, params, sys.stdout, as_json=as_json)
+        finally:
+            keep()
 
 
 def answer(
-    model: ChatModel, messages: list[Message], params: SamplingParams, out: TextIO, *, as_json: bool = False
+    model: ChatModel,
+    conversation: ChatConversation,
+    question: str,
+    params: SamplingParams,
+    out: TextIO,
+    *,
+    as_json: bool = False,
 ) -> None:
     """Prints the reply as it comes and the line of facts, or everything at the end as one JSON object.
 
@@ -138,7 +196,7 @@ def answer(
     last: StreamOutput | None = None
     try:
         with ReplyWriter(out) as writer:
-            for last in model.stream(messages, params):
+            for last in conversation.stream(question, params):
                 text += last.text
                 if not as_json:
                     writer.write(last.text)
@@ -165,9 +223,22 @@ def answer(
     out.write(json.dumps(facts, ensure_ascii=False) + "\n")
 
 
-def _title(model: str | None) -> str:
-    """What a conversation says of its model first."""
-    return model if model is not None else DEMO_TITLE
+def _title(model: str | None, session: Session | None, conversation: Conversation) -> str:
+    """What a conversation says of its model and of itself first."""
+    title = model if model is not None else DEMO_TITLE
+    if session is None:
+        return title
+    num_messages = len(conversation.messages)
+    return f"{title}\nsession {session.name}: {num_messages} messages, {len(conversation.token_ids)} tokens"
+
+
+def _cache_options(
+    cache_bytes: str | None, memory_bytes: str, disk_dir: Path | None, disk_bytes: str | None
+) -> dict[str, Any]:
+    """The arguments of LLM about the KV cache."""
+    sizes = {"kv_cache_bytes": cache_bytes, "kv_memory_bytes": memory_bytes, "kv_disk_bytes": disk_bytes}
+    parsed = {field: None if text is None else parse_size(field, text) for field, text in sizes.items()}
+    return {**parsed, "kv_disk_dir": disk_dir}
 
 
 def _question(prompt: str | None, as_json: bool) -> str | None:

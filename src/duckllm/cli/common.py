@@ -5,9 +5,10 @@ Called by the verbs; knows what a chat needs of a model (:class:`ChatModel`) and
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,13 +16,13 @@ from duckllm.cli.terminal import printable
 from duckllm.cluster.address import parse_address
 from duckllm.errors import ConfigError
 
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,3})?)\s*([KMGT](?:i?B)?)?B?", re.IGNORECASE)
+
 if TYPE_CHECKING:
     from rich.status import Status
 
     from duckllm.outputs import RequestMetrics, StreamOutput
     from duckllm.sampling_params import SamplingParams
-
-Message = Mapping[str, str]
 
 
 class ClusterInfo(Protocol):
@@ -40,16 +41,40 @@ class ClusterInfo(Protocol):
         """The instruction set that each computes with."""
 
 
+class ChatConversation(Protocol):
+    """What a chat needs of :class:`duckllm.conversation.Conversation`."""
+
+    def stream(
+        self, text: str, sampling_params: SamplingParams | None = None
+    ) -> Generator[StreamOutput, None, None]:
+        """The reply to a message, as it comes."""
+
+    def reset(self) -> None:
+        """Begins anew."""
+
+
 class ChatModel(Protocol):
     """What a chat needs of :class:`duckllm.LLM`."""
 
-    def stream(
-        self, prompt: Sequence[Message], sampling_params: SamplingParams | None = None
-    ) -> Iterator[StreamOutput]:
-        """The reply to a conversation, as it comes."""
+    def conversation(self, system: str | None = None) -> ChatConversation:
+        """A new conversation."""
 
     def cluster_info(self) -> ClusterInfo:
         """The workers."""
+
+
+def parse_size(field: str, text: str) -> int:
+    """Bytes from a size: ``"2GiB"``, ``"800MB"``, ``"1.5G"`` (a GiB and a half) or a number of bytes.
+
+    Raises:
+        ConfigError: ``text`` is none.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(field, text, "a size: 2GiB, 800MB or a number of bytes")
+    number, unit = match[1], (match[2] or "").upper()
+    base = 1000 if len(unit) == 2 else 1024
+    return int(float(number) * base ** " KMGT".index(unit[:1] or " "))
 
 
 def parse_workers(text: str) -> int | tuple[str, ...]:
@@ -82,6 +107,8 @@ def describe_facts(info: ClusterInfo, metrics: RequestMetrics, ending: str = "")
         facts.append(f"{metrics.decode_tokens_per_s:.1f} tok/s")
     if metrics.time_to_first_token_s is not None:
         facts.append(f"first token after {metrics.time_to_first_token_s:.2f} s")
+    if metrics.num_cached_tokens:
+        facts.append(f"{metrics.num_cached_tokens} of {metrics.num_prompt_tokens} prompt tokens cached")
     if metrics.num_draft_tokens:
         facts.append(f"{metrics.num_accepted_tokens} of {metrics.num_draft_tokens} guesses right")
     if ending:

@@ -1,4 +1,4 @@
-"""The conversation of ``duckllm chat``: reads messages, shows replies as they come, remembers both.
+"""The conversation of ``duckllm chat`` on a terminal: reads messages, shows replies as they come.
 
 Called by cli/chat.py. Knows a :class:`duckllm.cli.common.ChatModel` and a terminal, no tensors.
 """
@@ -8,11 +8,18 @@ from __future__ import annotations
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import closing
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from duckllm.cli.common import ChatModel, Message, describe_ending, describe_facts, describe_workers
+from duckllm.cli.common import (
+    ChatConversation,
+    ChatModel,
+    describe_ending,
+    describe_facts,
+    describe_workers,
+)
 from duckllm.cli.terminal import ReplyWriter, keys_unseen
 from duckllm.errors import ClusterError, PromptTooLongError, RequestError
 
@@ -40,27 +47,31 @@ class Repl:
     Args:
         model: Answers.
         params: Sampling of every reply.
-        start: Messages that every conversation begins with.
+        conversation: Goes on with this one; a new one by default.
         out: Where to show it.
         read: Gives the next message; raises EOFError at the end, KeyboardInterrupt for Ctrl-C. The
             terminal's line editor by default.
         title: Said of the model at the start.
+        after_turn: Called whenever the conversation has changed.
     """
 
     def __init__(
         self,
         model: ChatModel,
         params: SamplingParams,
-        start: Sequence[Message] = (),
+        conversation: ChatConversation | None = None,
         out: TextIO | None = None,
         read: Callable[[], str] | None = None,
         title: str = "",
+        after_turn: Callable[[], object] = lambda: None,
     ) -> None:
-        self._model, self._params, self._start = model, params, tuple(start)
+        self._model, self._params = model, params
+        self._conversation = conversation or model.conversation()
+        self._after_turn = after_turn
         self._out = out or sys.stdout
         self._read = read or _line_editor()
         self._title = title
-        self._reset()
+        self._forget_counts()
 
     def run(self) -> int:
         """Talks until the user leaves, or until a worker is lost and no reply can come any more.
@@ -97,27 +108,30 @@ class Repl:
         if command == "/help":
             self._say(HELP)
         elif command == "/reset":
-            self._reset()
+            self._conversation.reset()
+            self._forget_counts()
+            self._after_turn()
             self._say("A new conversation.")
         elif command == "/stats":
             self._say(self._stats())
         else:
             self._say(f"{command} is no command; /help lists them.")
 
-    def _reset(self) -> None:
-        self._messages: list[Message] = list(self._start)
+    def _forget_counts(self) -> None:
         self._num_prompt_tokens = self._num_generated_tokens = self._num_replies = 0
         self._last_metrics: RequestMetrics | None = None
 
     def _reply_to(self, text: str) -> None:
-        """Shows the reply to ``text``; both are remembered unless there was nothing of a reply."""
-        self._messages.append({"role": "user", "content": text})
-        said, problem = "", ""
+        """Shows the reply to ``text``; the conversation keeps both unless there was nothing of a reply."""
+        problem = ""
         last: StreamOutput | None = None
         try:
-            with _Interrupt() as interrupt, ReplyWriter(self._out) as writer:
-                for last in self._model.stream(self._messages, self._params):
-                    said += last.text
+            with (
+                _Interrupt() as interrupt,
+                ReplyWriter(self._out) as writer,
+                closing(self._conversation.stream(text, self._params)) as outputs,
+            ):
+                for last in outputs:
                     writer.write(last.text)
                     self._last_metrics = last.metrics
                     if interrupt.wanted and last.finish_reason is None:
@@ -129,11 +143,11 @@ class Repl:
         except KeyboardInterrupt:
             if last is None:
                 problem = "[stopped]"
-        if said:
-            self._messages.append({"role": "assistant", "content": said})
+        finally:
+            if last is not None:
+                self._after_turn()
+        if last is not None:
             self._count()
-        else:
-            self._messages.pop()
         if problem:
             self._say(problem)
         elif last is not None and (ending := describe_ending(last, self._params)):

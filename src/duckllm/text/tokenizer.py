@@ -97,13 +97,61 @@ class Tokenizer:
             RequestError: A message is malformed, or the template refuses the conversation.
             CheckpointError: The folder has no chat template, or a broken one.
         """
-        text = self._render(check_messages(messages))
+        ids = self._encode_pieces(self._pieces(check_messages(messages)))
+        return self._with_one_bos(ids) if self._adds_bos or ids[:1] == [self.bos_token_id] else ids
+
+    def continue_chat_template(
+        self, messages: Sequence[Mapping[str, str]], *, keep_replies: bool = True
+    ) -> list[int] | None:
+        """Token ids of what the template writes behind the last reply of a conversation.
+
+        They follow the tokens that the reply really had, and begin with what ends its turn. Control tokens as
+        for :meth:`apply_chat_template`.
+
+        Args:
+            messages: A conversation with a reply in it and more behind that.
+            keep_replies: Whether replies stay as they were even where the template writes earlier ones
+                otherwise, such as without their thinking.
+
+        Returns:
+            None where the template writes what was before otherwise now: what follows is not to be had alone.
+
+        Raises:
+            RequestError: As :meth:`apply_chat_template`.
+            CheckpointError: Likewise.
+        """
+        check_messages(messages)
+        last = max(number for number, message in enumerate(messages) if message["role"] == "assistant")
+        stand_in = free_mark([str(self._inner.chat_template), *_all_texts(messages)])
+        hidden = [
+            {**message, "content": stand_in} if message["role"] == "assistant" else message
+            for message in messages
+        ]
+        pieces = self._pieces(hidden)
+        found = max((number for number, piece in enumerate(pieces) if stand_in in piece), default=None)
+        if found is None:
+            return None
+        before, _, after = pieces[found].rpartition(stand_in)
+        # What is written for a reply to begin, such as a mark before its thinking, may be missing later.
+        if not "".join(self._pieces(hidden[:last])).startswith("".join(pieces[:found]) + before):
+            return None
+        if not keep_replies:
+            said = self._render(messages[:last]) + messages[last]["content"]
+            if not self._render(messages).startswith(said):
+                return None
+        ids = self._encode_pieces([after, *pieces[found + 1 :]])
+        return ids if ids and self._encode_pieces(pieces)[-len(ids) :] == ids else None
+
+    def _pieces(self, messages: Sequence[Mapping[str, str]]) -> list[str]:
+        """The rendered conversation, cut inside each control token that a message spells."""
+        text = self._render(messages)
         _check_unicode(text, "messages")
         spelled = set().union(*(spelled_in(message, self._control_texts) for message in messages))
         self._refuse_hidden(messages, spelled)
-        pieces = self._render_in_pieces(messages, text, spelled) if spelled else [text]
-        ids = [token_id for piece in pieces for token_id in self._encode(piece, "messages")]
-        return self._with_one_bos(ids) if self._adds_bos or ids[:1] == [self.bos_token_id] else ids
+        return self._render_in_pieces(messages, text, spelled) if spelled else [text]
+
+    def _encode_pieces(self, pieces: Sequence[str]) -> list[int]:
+        return [token_id for piece in pieces for token_id in self._encode(piece, "messages")]
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``token_ids``, without ids that no token has, and without special tokens unless asked.

@@ -1,0 +1,110 @@
+"""Named conversations of ``duckllm chat --session``: what was said, its tokens and pages of the KV cache.
+
+Called by cli/chat.py. Each is a folder of its own, for its user alone to read, that one chat at a time uses.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from duckllm.errors import ConfigError, InWords
+from duckllm.weights.files import FolderLock
+
+if TYPE_CHECKING:
+    from duckllm import LLM
+    from duckllm.conversation import Conversation
+
+SESSION_VARIABLE = "DUCKLLM_SESSION_DIR"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+_FILE = "conversation.json"
+_PAGES = "kv-cache"
+
+
+def sessions_folder() -> Path:
+    """Where sessions are kept: ``$DUCKLLM_SESSION_DIR``, or ``~/.local/share/duckllm/sessions``.
+
+    Raises:
+        ConfigError: Nothing names a folder, and this user has no home.
+    """
+    named = os.environ.get(SESSION_VARIABLE)
+    if named:
+        return Path(named)
+    base = os.environ.get("XDG_DATA_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".local" / "share") / "duckllm" / "sessions"
+    except RuntimeError as error:
+        raise ConfigError(SESSION_VARIABLE, None, "a folder, as this user has no home") from error
+
+
+class Session:
+    """A session's folder, made where there is none, and held while the ``with`` block runs.
+
+    Args:
+        name: The session's.
+
+    Raises:
+        ConfigError: The name is none, the folder cannot be used, or another chat holds it.
+    """
+
+    def __init__(self, name: str) -> None:
+        if not _NAME.fullmatch(name):
+            expected = "up to 64 letters, digits, dots, dashes and underscores, not begun by a dot or dash"
+            raise ConfigError("session", name, expected)
+        self.name, self.folder = name, sessions_folder() / name
+        self._lock = FolderLock(self.folder, self._refuse)
+        self._has_warned = False
+
+    @property
+    def pages_folder(self) -> Path:
+        """Where its pages of the KV cache lie."""
+        return self.folder / _PAGES
+
+    def __enter__(self) -> Session:
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock.__enter__()
+        except OSError as error:
+            expected = f"a folder that can be used, below ${SESSION_VARIABLE}"
+            raise ConfigError("session", str(self.folder), expected, error.strerror or "") from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.__exit__(kind, error, trace)
+
+    def _refuse(self) -> None:
+        raise ConfigError("session", self.name, "one that no other chat has open")
+
+    def open(self, llm: LLM, system: str | None) -> Conversation:
+        """The conversation so far, or a new one.
+
+        Raises:
+            CacheFormatError: It is another model's, or cannot be read.
+            ConfigError: It has another system message.
+        """
+        from duckllm.conversation import Conversation
+
+        path = self.folder / _FILE
+        if not path.exists():
+            return llm.conversation(system)
+        conversation = Conversation.load(path, llm)
+        if system is not None and system != conversation.system:
+            kept = conversation.system if conversation.system is not None else InWords("none")
+            raise ConfigError("system", system, f"{kept!r}, with which session {self.name} has begun")
+        return conversation
+
+    def save(self, conversation: Conversation) -> None:
+        """Keeps the conversation as it is now. Where it cannot be written stderr says so, once."""
+        try:
+            conversation.save(self.folder / _FILE)
+        except OSError as error:
+            if not self._has_warned:
+                path = self.folder / _FILE
+                print(f"duckllm: {path}: cannot be written ({error.strerror})", file=sys.stderr)
+            self._has_warned = True
