@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from duckllm.cluster import open_cluster
-from duckllm.config import ClusterConfig, StepConfig, available_cores
+from duckllm.config import ClusterConfig, StepConfig, available_cores, total_memory_bytes
+from duckllm.engine.cache_size import HostMemory, host_needs, plan_host
 from duckllm.errors import CheckpointError, ConfigError, InWords
 from duckllm.models.registry import ModelFolder, load_config, load_draft_layer, load_model
 from duckllm.moe.placement import plan_workers
@@ -56,12 +57,14 @@ class CacheLimits:
     """Room for the KV cache, as :class:`duckllm.LLM` was asked for it.
 
     Args:
-        cache_bytes: Of its pool; None decides by the memory there is.
+        available_bytes: Memory that can be had, before anything of the model is loaded.
+        cache_bytes: Of its pool; None decides by what is available.
         memory_bytes: Of the memory tier.
         disk_dir: Folder of the disk tier; None for none.
         disk_bytes: Of the disk tier; None for the default.
     """
 
+    available_bytes: int
     cache_bytes: int | None = None
     memory_bytes: int = 0
     disk_dir: Path | None = None
@@ -118,8 +121,8 @@ def build_engine(
     max_num_seqs: int,
     host_threads: int,
     tokenizer: Tokenizer,
-) -> tuple[Engine, ClusterInfo]:
-    """The engine with the host's model, loaded, and what computes the experts.
+) -> tuple[Engine, ClusterInfo, HostMemory]:
+    """The engine with the host's model, loaded, what computes the experts, and what memory goes to.
 
     Args:
         stack: Closes the connections to the workers.
@@ -134,15 +137,16 @@ def build_engine(
         tokenizer: The model's; says which tokens end a reply.
 
     Raises:
-        ConfigError: ``max_model_len`` is more than the model's longest context, or than memory holds.
+        ConfigError: ``max_model_len`` is more than the model's longest context, or weights and one context
+            are more than memory holds.
         ModelError: The model cannot be used, by this process or by a worker.
         ClusterError: A worker is gone, or takes too long to prepare.
     """
     import torch
 
     from duckllm.engine.engine import Drafting, Engine
-    from duckllm.engine.kv_cache import resolve_cache_tokens, resolve_max_model_len
     from duckllm.engine.tiers import DEFAULT_DISK_BYTES, TierSettings
+    from duckllm.models.inspection import inspect_model
     from duckllm.weights.host_tensors import HostTensors
 
     parsed = load_config(model.path)
@@ -151,8 +155,21 @@ def build_engine(
             f"tokenizer: got token id {tokenizer.max_token_id} in {model.path}, "
             f"expected ids below vocab_size, {parsed.vocab_size}, of its config.json"
         )
-    length = resolve_max_model_len(max_model_len, parsed)
-    cache_tokens = resolve_cache_tokens(cache_limits.cache_bytes, length, parsed)
+    memory = plan_host(
+        host_needs(
+            inspect_model(model.path),
+            drafts=drafts(model, step_config),
+            weight_format=None if config.addresses else _format_of(model, config),
+            num_workers=0 if cluster is None or config.addresses else config.workers,
+            tier_bytes=cache_limits.memory_bytes,
+            available_bytes=cache_limits.available_bytes,
+            total_bytes=total_memory_bytes(),
+        ),
+        max_model_len=max_model_len,
+        cache_bytes=cache_limits.cache_bytes,
+        max_num_seqs=max_num_seqs,
+    )
+    length = memory.max_model_len
     tensors = HostTensors(model.path)
     shares_cores = cluster is not None and not config.addresses
     torch.set_num_threads(host_threads or _host_threads(tensors, shares_cores))
@@ -176,7 +193,7 @@ def build_engine(
         loaded,
         max_model_len=length,
         max_step_tokens=config.max_step_tokens,
-        cache_tokens=cache_tokens,
+        cache_tokens=memory.cache_tokens,
         max_num_seqs=max_num_seqs,
         eos_token_ids=frozenset(tokenizer.eos_token_ids),
         drafting=drafting,
@@ -190,7 +207,12 @@ def build_engine(
         ),
     )
     stack.callback(engine.kv_cache.shut)
-    return engine, info
+    return engine, info, memory
+
+
+def _format_of(model: ModelFolder, config: ClusterConfig) -> str:
+    """The format that the experts are computed in, as far as it is known before they are loaded."""
+    return model.manifest.format if config.weight_format == "auto" else config.weight_format
 
 
 def _arithmetic(config: ClusterConfig, step_config: StepConfig, info: ClusterInfo) -> str:

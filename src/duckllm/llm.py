@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 from duckllm.assembly import CacheLimits, ClusterInfo, begin_workers, build_engine
 from duckllm.config import MAX_THREADS, MAX_WORKERS, ClusterConfig, StepConfig
 from duckllm.conversation import Conversation
+from duckllm.engine.cache_size import HostMemory
 from duckllm.errors import CheckpointError, ConfigError, InWords, RequestError
 from duckllm.models.registry import open_model
 from duckllm.outputs import EngineMetrics, RequestOutput, StreamOutput
 from duckllm.sampling_params import SamplingParams
 from duckllm.text import Tokenizer
 from duckllm.weights.checkpoint import load_json
+from duckllm.weights.recode import available_memory_bytes
 
 if TYPE_CHECKING:
     from duckllm.engine.request import Request
@@ -42,10 +44,11 @@ class LLM:
         workers: A number of workers to start here, or the addresses of running ones (``"a:port,b:port"`` or a
             list); 0 computes the experts in this process.
         max_model_len: Most tokens of prompt and reply together; None for the model's longest context, or what
-            2 GiB of KV cache hold if that is less.
-        kv_cache_bytes: Memory of the KV cache, over all requests; None for 2 GiB, or what one context of
-            ``max_model_len`` takes if that is more. What was computed stays in it as long as there is room,
-            and is taken up where another prompt begins alike.
+            the KV cache holds if that is less.
+        kv_cache_bytes: Memory of the KV cache, over all requests; None for a quarter of the memory that the
+            weights leave free, but one context of ``max_model_len`` at least and no more than
+            ``max_num_seqs`` of them. What was computed stays in it as long as there is room, and is taken up
+            where another prompt begins alike.
         kv_memory_bytes: Memory for what leaves the KV cache, from where it comes back; 0 for none, as a
             larger KV cache serves as well while it lies in the same memory.
         kv_disk_dir: A folder for pages of the KV cache, which another process goes on from: what a request
@@ -64,7 +67,8 @@ class LLM:
         **cluster_options: Any other field of :class:`duckllm.config.ClusterConfig`.
 
     Raises:
-        ConfigError: A value is of the wrong kind or out of range.
+        ConfigError: A value is of the wrong kind or out of range, or memory does not hold the weights and
+            one context.
         CacheFormatError: ``kv_disk_dir`` holds pages of another model or format.
         ModelError: The model cannot be found or used.
         ClusterError: The workers do not start or cannot be reached.
@@ -107,7 +111,11 @@ class LLM:
         if kv_cache_bytes is not None:
             _check_int("kv_cache_bytes", kv_cache_bytes, 1)
         _check_int("max_num_seqs", max_num_seqs, 1)
-        limits = CacheLimits(kv_cache_bytes, *_tier_limits(kv_memory_bytes, kv_disk_dir, kv_disk_bytes))
+        # Before workers take any of it.
+        available_bytes = available_memory_bytes()
+        limits = CacheLimits(
+            available_bytes, kv_cache_bytes, *_tier_limits(kv_memory_bytes, kv_disk_dir, kv_disk_bytes)
+        )
         opened = open_model(model)
         self.model_hash = opened.manifest.model_hash
         self.default_sampling_params = _default_sampling_params(opened.path)
@@ -117,7 +125,7 @@ class LLM:
         try:
             cluster = None if in_process else begin_workers(stack, opened, cluster_config, step_config)
             self.tokenizer = Tokenizer(opened.path)
-            self._engine, self._cluster_info = build_engine(
+            self._engine, self._cluster_info, self._memory = build_engine(
                 stack,
                 opened,
                 cluster,
@@ -152,6 +160,10 @@ class LLM:
     def cluster_info(self) -> ClusterInfo:
         """What computes the experts."""
         return self._cluster_info
+
+    def memory(self) -> HostMemory:
+        """What this machine's memory goes to, as it was decided before anything was loaded."""
+        return self._memory
 
     def stats(self) -> EngineMetrics:
         """What was computed so far and how long it took, in all and over the last steps."""

@@ -69,6 +69,9 @@ class FakeModel:
     def __exit__(self, *error: object) -> None:
         pass
 
+    def memory(self) -> str:
+        return "1.00 GiB of weights, 0.50 GiB of KV cache, which holds 10 tokens"
+
     def cluster_info(self) -> FakeInfo:
         return FakeInfo()
 

@@ -16,6 +16,7 @@ from duckllm.errors import ConfigError, InWords
 from duckllm.outputs import CachedTokens, RequestMetrics
 from duckllm.sampling_params import SamplingParams
 
+MEMORY = "duckllm: 1.00 GiB of weights, 0.50 GiB of KV cache, which holds 10 tokens\n"
 CACHE = {"kv_cache_bytes": None, "kv_memory_bytes": 0, "kv_disk_dir": None, "kv_disk_bytes": None}
 
 
@@ -55,7 +56,7 @@ def test_a_prompt_is_answered_and_the_facts_follow(duckllm: Any) -> None:
         "heard 'What is a duck?'\n"
         "[2 workers, fp9, avx2+scalar, 2 tokens, 12.5 tok/s, first token after 0.25 s]\n"
     )
-    assert done.err == ""
+    assert done.err == MEMORY
     assert done.model.conversations == [
         [{"role": "system", "content": "be brief"}, {"role": "user", "content": "What is a duck?"}]
     ]
@@ -203,13 +204,13 @@ def test_wrong_usage_exits_with_2(duckllm: Any, arguments: list[str]) -> None:
 def test_a_lost_worker_is_one_sentence(duckllm: Any) -> None:
     done = duckllm("chat", "--prompt", "lose")
     assert done.code == 1
-    assert done.err == "duckllm: worker 127.0.0.1:1 is lost at layer 3: it went away\n"
+    assert done.err == MEMORY + "duckllm: worker 127.0.0.1:1 is lost at layer 3: it went away\n"
 
 
 def test_a_worker_lost_in_the_middle_leaves_the_line_first(duckllm: Any) -> None:
     done = duckllm("chat", "--prompt", "lose later")
     assert (done.code, done.out) == (1, "some words\n")
-    assert done.err.startswith("duckllm: worker 127.0.0.1:1 is lost")
+    assert done.err.startswith(MEMORY + "duckllm: worker 127.0.0.1:1 is lost")
 
 
 @pytest.mark.parametrize(
@@ -234,7 +235,7 @@ def test_ctrl_c_within_a_reply_shows_its_facts(duckllm: Any, monkeypatch: pytest
     assert done.out == (
         "heard \n[2 workers, fp9, avx2+scalar, 1 token, 12.5 tok/s, first token after 0.25 s, stopped]\n"
     )
-    assert done.err == ""
+    assert done.err == MEMORY
 
 
 def test_ctrl_c_is_quiet(duckllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +244,7 @@ def test_ctrl_c_is_quiet(duckllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(FakeModel, "stream", interrupt)
     done = duckllm("chat", "--prompt", "x")
-    assert (done.code, done.out, done.err) == (130, "", "")
+    assert (done.code, done.out, done.err) == (130, "", MEMORY)
 
 
 def test_version_and_help(duckllm: Any) -> None:

@@ -1,4 +1,4 @@
-"""Conversations past 900 tokens, far beyond what sparse attention reads at once, from each tier of the cache."""
+"""Conversations past 900 tokens, beyond what sparse attention reads at once, from each tier of the cache."""
 
 from __future__ import annotations
 

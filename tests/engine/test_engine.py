@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from duckllm.engine import kv_cache
+from duckllm.config import total_memory_bytes
 from duckllm.engine.engine import Engine
 from duckllm.errors import ConfigError, PromptTooLongError, RequestError
 from duckllm.models.causal_lm import CausalLM
@@ -218,42 +218,5 @@ def test_sampling_params_are_checked_where_they_are_made() -> None:
     assert SamplingParams(max_tokens=2**31 - 1, top_k=2**31 - 1).top_k == 2**31 - 1
 
 
-def test_a_context_must_fit_the_model_and_the_memory(
-    model: CausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = model.config
-    token_bytes, longest = config.cache_elements_per_token * 4, config.max_position_embeddings
-    monkeypatch.setattr(kv_cache, "total_memory_bytes", lambda: 40 * token_bytes + 1)
-    assert kv_cache.resolve_max_model_len(None, config) == longest
-    assert kv_cache.resolve_max_model_len(40, config) == 40
-    with pytest.raises(
-        ConfigError, match=r"max_model_len: got 41, expected at most 40, what the .* memory hold"
-    ):
-        kv_cache.resolve_max_model_len(41, config)
-    with pytest.raises(ConfigError, match=f"expected at most {longest}, the model's longest context"):
-        kv_cache.resolve_max_model_len(longest + 1, config)
-    monkeypatch.setattr(kv_cache, "DEFAULT_BUDGET_BYTES", 7 * token_bytes)
-    assert kv_cache.resolve_max_model_len(None, config) == 7
-
-
 def test_this_machine_has_some_memory() -> None:
-    assert 1 << 24 < kv_cache.total_memory_bytes() == psutil.virtual_memory().total
-
-
-def test_the_cache_holds_a_whole_context_and_no_more_than_memory(
-    model: CausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    token_bytes = model.config.cache_elements_per_token * 4
-    monkeypatch.setattr(kv_cache, "total_memory_bytes", lambda: 100 * token_bytes)
-    monkeypatch.setattr(kv_cache, "DEFAULT_BUDGET_BYTES", 60 * token_bytes)
-    assert kv_cache.resolve_cache_tokens(None, 40, model.config) == 60
-    assert kv_cache.resolve_cache_tokens(None, 61, model.config) == 64
-    assert kv_cache.resolve_cache_tokens(50 * token_bytes, 40, model.config) == 50
-    with pytest.raises(
-        ConfigError, match=r"kv_cache_bytes: got 1, expected at least \d+, for one context of 40"
-    ):
-        kv_cache.resolve_cache_tokens(1, 40, model.config)
-    with pytest.raises(
-        ConfigError, match=r"kv_cache_bytes: got \d+, expected at most \d+, this machine's memory"
-    ):
-        kv_cache.resolve_cache_tokens(101 * token_bytes, 40, model.config)
+    assert 1 << 24 < total_memory_bytes() == psutil.virtual_memory().total

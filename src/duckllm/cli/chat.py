@@ -23,6 +23,7 @@ from duckllm.cli.common import (
     describe_facts,
     parse_size,
     parse_workers,
+    tell,
 )
 from duckllm.cli.session import Session
 from duckllm.cli.terminal import ReplyWriter, keys_unseen
@@ -160,6 +161,7 @@ def chat(
         options |= _cache_options(kv_cache_bytes, kv_memory_bytes, folder, kv_disk_bytes)
         stack.enter_context(keys_unseen())
         llm = stack.enter_context(_load(model, options, max_model_len))
+        tell(str(llm.memory()))
         params = dataclasses.replace(llm.default_sampling_params, **overrides)
         conversation = llm.conversation(system or None) if kept is None else kept.open(llm, system or None)
 

@@ -62,6 +62,9 @@ class ChatModel(Protocol):
     def cluster_info(self) -> ClusterInfo:
         """The workers."""
 
+    def memory(self) -> object:
+        """What memory goes to; its text says so."""
+
 
 def parse_size(field: str, text: str) -> int:
     """Bytes from a size: ``"2GiB"``, ``"800MB"``, ``"1.5G"`` (a GiB and a half) or a number of bytes.
@@ -127,6 +130,12 @@ def describe_ending(output: StreamOutput, params: SamplingParams) -> str:
         return f"cut at max_tokens={params.max_tokens}"
     num_tokens = metrics.num_prompt_tokens + metrics.num_generated_tokens
     return f"cut at the context's end ({num_tokens} tokens)"
+
+
+def tell(text: str) -> None:
+    """A line about what is going on, on stderr where there is one."""
+    if sys.stderr is not None:
+        print(f"duckllm: {printable(text)}", file=sys.stderr)
 
 
 class Waiting:

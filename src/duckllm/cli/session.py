@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from duckllm.cli.common import tell
 from duckllm.errors import ConfigError, InWords
 from duckllm.weights.files import FolderLock
 
@@ -105,6 +105,5 @@ class Session:
             conversation.save(self.folder / _FILE)
         except OSError as error:
             if not self._has_warned:
-                path = self.folder / _FILE
-                print(f"duckllm: {path}: cannot be written ({error.strerror})", file=sys.stderr)
+                tell(f"{self.folder / _FILE}: cannot be written ({error.strerror})")
             self._has_warned = True

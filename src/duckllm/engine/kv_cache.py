@@ -17,71 +17,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from duckllm.config import total_memory_bytes
+from duckllm.engine.cache_size import PAGE_TOKENS as PAGE_TOKENS
+from duckllm.engine.cache_size import num_pages as num_pages
 from duckllm.engine.page_files import PageBytes, PageFormat, PageKey
 from duckllm.engine.tiers import PENDING, Tiers, TierSettings
-from duckllm.errors import ConfigError
 from duckllm.layers.step import LayerCache, SequenceStep
-from duckllm.models.config import ModelConfig
 
-PAGE_TOKENS = 16
 # Most bytes that come up from the tiers in one step: those who answer wait for them.
 FETCH_BYTES = 64 << 20
 _WAIT_S = 1.0
-DEFAULT_BUDGET_BYTES = 2 << 30
-
-
-def resolve_max_model_len(asked: int | None, config: ModelConfig, element_bytes: int = 4) -> int:
-    """``asked`` once it is known to be possible; for None the longest, or what 2 GiB of KV cache hold.
-
-    Raises:
-        ConfigError: More than the model's longest context, or than this machine's memory holds.
-    """
-    token_bytes = config.cache_elements_per_token * element_bytes
-    longest = config.max_position_embeddings
-    if asked is None:
-        return max(2, min(longest, DEFAULT_BUDGET_BYTES // token_bytes))
-    if asked > longest:
-        raise ConfigError("max_model_len", asked, f"at most {longest}, the model's longest context")
-    memory_bytes = total_memory_bytes()
-    if asked * token_bytes > memory_bytes:
-        raise ConfigError(
-            "max_model_len",
-            asked,
-            f"at most {memory_bytes // token_bytes}, what the {memory_bytes} bytes of this machine's memory "
-            f"hold at {token_bytes} bytes a token",
-        )
-    return asked
-
-
-def resolve_cache_tokens(
-    asked_bytes: int | None, max_model_len: int, config: ModelConfig, element_bytes: int = 4
-) -> int:
-    """Tokens that the KV cache holds: of 2 GiB, or of what was asked for, and at least one whole context.
-
-    Raises:
-        ConfigError: Not enough for one context of ``max_model_len``.
-    """
-    token_bytes = config.cache_elements_per_token * element_bytes
-    least_bytes = num_pages(max_model_len) * PAGE_TOKENS * token_bytes
-    if asked_bytes is None:
-        return max(DEFAULT_BUDGET_BYTES, least_bytes) // token_bytes
-    if asked_bytes < least_bytes:
-        raise ConfigError(
-            "kv_cache_bytes",
-            asked_bytes,
-            f"at least {least_bytes}, for one context of {max_model_len} tokens",
-        )
-    if asked_bytes > total_memory_bytes():
-        raise ConfigError(
-            "kv_cache_bytes", asked_bytes, f"at most {total_memory_bytes()}, this machine's memory"
-        )
-    return asked_bytes // token_bytes
-
-
-def num_pages(num_tokens: int) -> int:
-    """Pages that so many tokens take."""
-    return -(-num_tokens // PAGE_TOKENS)
 
 
 @dataclass

@@ -74,6 +74,8 @@ class Inspection:
         parts: The host's part, in :data:`ORDER`.
         max_position_embeddings: Its longest context.
         cache_elements_per_token: Numbers that the KV cache holds for one token.
+        draft_bytes: What a CPU host that drafts loads of the layer of multi-token prediction.
+        draft_cache_elements: Numbers that the KV cache holds for one token of that layer.
     """
 
     folder: Path
@@ -86,6 +88,8 @@ class Inspection:
     parts: tuple[Part, ...]
     max_position_embeddings: int
     cache_elements_per_token: int
+    draft_bytes: int
+    draft_cache_elements: int
 
     @property
     def num_moe_layers(self) -> int:
@@ -154,9 +158,11 @@ def inspect_model(folder: Path) -> Inspection:
         found = _read_checkpoint(folder)
     else:
         found = _read_configuration(folder)
-    from duckllm.models.registry import load_config  # and torch with it
+    from duckllm.models.mtp import draft_attention  # and torch with it
+    from duckllm.models.registry import load_config
 
     parsed = load_config(folder)
+    has_draft_layer = found.layout.num_layers > parsed.num_hidden_layers
     return Inspection(
         folder=folder,
         kind=found.kind,
@@ -168,6 +174,8 @@ def inspect_model(folder: Path) -> Inspection:
         parts=_parts(found.layout, found.host, parsed.num_hidden_layers),
         max_position_embeddings=parsed.max_position_embeddings,
         cache_elements_per_token=parsed.cache_elements_per_token,
+        draft_bytes=_draft_bytes(found.layout, found.host, parsed.num_hidden_layers),
+        draft_cache_elements=sum(draft_attention(parsed).cache_widths) if has_draft_layer else 0,
     )
 
 
@@ -225,6 +233,17 @@ def _parts(layout: ModelLayout, tensors: Iterable[TensorInfo], num_layers: int) 
         entry[2] += loaded
         entry[3] += 0 if name == "embedding" else loaded
     return tuple(Part(name, *values) for name, values in sums.items() if values[1])
+
+
+def _draft_bytes(layout: ModelLayout, tensors: Iterable[TensorInfo], layer: int) -> int:
+    """What is loaded of the layer of multi-token prediction, whose embedding and head are the model's."""
+    return sum(
+        _loaded_bytes(info, _part_of(info.name))
+        for info in tensors
+        if layout.layer_of(info.name) == layer
+        and "embed_tokens" not in info.name
+        and "shared_head.head" not in info.name
+    )
 
 
 def _part_of(name: str) -> str:

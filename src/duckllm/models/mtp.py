@@ -68,7 +68,7 @@ class MTPLayer:
             raise CheckpointError(
                 f"{tensors.folder}: {prefix}: got none, expected a layer of multi-token prediction"
             )
-        self._shape = _attention_shape(config)
+        self._shape = draft_attention(config)
         self.embedding_norm = RMSNorm(tensors, f"{prefix}.enorm", size, eps)
         self.hidden_norm = RMSNorm(tensors, f"{prefix}.hnorm", size, eps)
         self.projection = Linear.load(
@@ -121,7 +121,7 @@ class MTPLayer:
         return self.norm(lane.collect(times))
 
 
-def _attention_shape(config: ModelConfig) -> MLAShape | GQAShape:
+def draft_attention(config: ModelConfig) -> MLAShape | GQAShape:
     """The last layer's; where that shares an earlier selection, with an indexer of its own all the same."""
     shape = config.attention[-1]
     if isinstance(shape, MLAShape) and shape.indexer is not None:
