@@ -19,6 +19,7 @@ from duckllm.engine.kv_cache import PAGE_TOKENS, KvCache
 from duckllm.engine.page_files import PageFolder
 from duckllm.engine.tiers import TierSettings
 from duckllm.outputs import CachedTokens
+from support.attention import slots_of
 
 PAGES = 4
 PROMPT = list(range(100, 100 + PAGES * PAGE_TOKENS + 1))
@@ -51,10 +52,10 @@ def compute(cache: KvCache) -> int:
     found = len(table.pages)
     assert cache.reserve(table, len(PROMPT))
     first = found * PAGE_TOKENS
-    sequence = cache.sequence(table, 0, first, len(PROMPT) - first)
+    slots = slots_of(cache.sequence(table, 0, first, len(PROMPT) - first))
     tokens = torch.tensor(PROMPT, dtype=torch.float32)[:, None].expand(-1, 3)
-    sequence.write(cache.tensors[0][0], tokens[first:])
-    assert torch.equal(sequence.read(cache.tensors[0][0]), tokens)
+    cache.tensors[0][0][slots[first:]] = tokens[first:]
+    assert torch.equal(cache.tensors[0][0][slots], tokens)
     cache.seal(table, PROMPT, len(PROMPT))
     cache.close(table)
     return found
