@@ -6,6 +6,7 @@ namespace duck {
 void bind_kernels(nanobind::module_& m);
 void bind_linear(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
+void bind_rowwise(nanobind::module_& m);
 void bind_wire(nanobind::module_& m);
 void bind_transport(nanobind::module_& m);
 void bind_worker(nanobind::module_& m);
@@ -15,11 +16,12 @@ void bind_bench(nanobind::module_& m);
 
 NB_MODULE(_native, m) {
   m.doc() =
-      "Native parts of duck-llm: kernels of experts and dense layers, attention, wire format, transport, the "
-      "worker's step loop, and the loops that measure a machine's ceilings.";
+      "Native parts of duck-llm: kernels of experts and dense layers, attention, row-wise operations, wire "
+      "format, transport, the worker's step loop, and the loops that measure a machine's ceilings.";
   duck::bind_kernels(m);
   duck::bind_linear(m);
   duck::bind_attention(m);
+  duck::bind_rowwise(m);
   duck::bind_wire(m);
   duck::bind_transport(m);
   duck::bind_worker(m);

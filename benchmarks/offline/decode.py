@@ -55,8 +55,8 @@ def parse_arguments() -> argparse.Namespace:
 def bytes_per_token(folder: Path) -> tuple[int, int]:
     """What one token reads: the host's weights, and the units of its experts in all layers.
 
-    The host reads FP8 and BF16 matrices as they are stored, and the rest in float32: norms, routers and the
-    key and value up-projections, and what a checkpoint stores in another type.
+    The host reads FP8 and BF16 matrices as they are stored, and the rest in float32: norms and the key and
+    value up-projections, and what a checkpoint stores in another type.
     """
     manifest = Manifest.load(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -72,7 +72,7 @@ def bytes_per_token(folder: Path) -> tuple[int, int]:
 
 def _bytes_read(tensors: HostTensors, name: str) -> int:
     size = math.prod(tensors.shape(name))
-    if "norm" in name or name.endswith(("mlp.gate.weight", "kv_b_proj.weight")):
+    if "norm" in name or name.endswith("kv_b_proj.weight"):
         return 4 * size
     return min(tensors.get(name).element_size(), 4) * size
 

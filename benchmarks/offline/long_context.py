@@ -104,7 +104,7 @@ def wide_attention(is_sparse: bool) -> MLAttention:
         indexer=indexer if is_sparse else None,
     )
     runtime = LinearRuntime.new(max(WIDE["hidden_size"], shape.max_in_features), 1)
-    return MLAttention(RandomTensors(), PREFIX, shape, torch.float32, runtime)  # type: ignore[arg-type]
+    return MLAttention(RandomTensors(), PREFIX, shape, runtime)  # type: ignore[arg-type]
 
 
 def median_ms(rounds: int, run: Callable[[], object]) -> float:

@@ -1,5 +1,6 @@
 // Arrays that Python hands to the kernels, and how they are checked: used by the bind*.cpp files of this
-// folder. Every error is a ValueError that names the field, what was got and what was expected.
+// folder and of rowwise/. Every error is a ValueError that names the field, what was got and what was
+// expected.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -87,11 +88,12 @@ inline nb::ndarray<nb::device::cpu> writable_array(const nb::object& out) {
   return array;
 }
 
+// Its elements are yet to be written.
 template <class T>
 nb::ndarray<nb::numpy, T> new_array(const std::vector<size_t>& shape) {
   size_t size = 1;
   for (size_t n : shape) size *= n;
-  auto owned = std::make_unique<T[]>(std::max<size_t>(size, 1));
+  auto owned = std::make_unique_for_overwrite<T[]>(std::max<size_t>(size, 1));
   T* data = owned.get();
   nb::capsule owner(owned.release(), [](void* p) noexcept { delete[] static_cast<T*>(p); });
   return nb::ndarray<nb::numpy, T>(data, shape.size(), shape.data(), owner);

@@ -43,7 +43,7 @@ struct Bf16Tiles {
     void (*tile_of_streams)(const uint8_t* records, size_t distance, size_t stride, uint32_t num_records,
                             uint32_t* tile);
     void (*tile_of_down)(const uint8_t* record, uint32_t* tile);
-  } formats[kNumWeightFormats];  // by WeightFormat; none for kBf16, in which no expert is stored
+  } formats[kNumWeightFormats];  // by WeightFormat; none for those in which no expert is stored
 
   // out[row][lane] += scales[lane] * sum over the pairs of panel[row] and tile, for num_rows rows and 32
   // lanes. A panel row has kBf16Pairs words; there are panel rows up to a multiple of kBf16RowBlock. A row's

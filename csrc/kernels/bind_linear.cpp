@@ -24,8 +24,9 @@ namespace {
 
 WeightFormat parse_linear_format(const std::string& name) {
   if (name == "bf16") return WeightFormat::kBf16;
+  if (name == "f32") return WeightFormat::kF32;
   if (name == "fp8" || name == "fp9" || name == "fp8-normal") return parse_format(name);
-  fail("format", "'" + name + "'", "bf16, fp8 or fp9");
+  fail("format", "'" + name + "'", "bf16, f32, fp8 or fp9");
 }
 
 uint32_t feature_count(const char* field, int64_t value) {
@@ -48,21 +49,23 @@ nb::ndarray<nb::numpy, uint8_t> new_weight(size_t size) {
   return nb::ndarray<nb::numpy, uint8_t>(data, {size}, owner);
 }
 
+const void* checked_weight(const AnyArray& weight, WeightFormat format, const std::vector<size_t>& shape) {
+  if (format == WeightFormat::kF32) return checked<float>("weight", weight, "float32", shape);
+  if (format == WeightFormat::kBf16) return checked<uint16_t>("weight", weight, "bfloat16 as uint16", shape);
+  return checked<uint8_t>("weight", weight, "e4m3 as uint8", shape);
+}
+
 nb::object py_pack_linear(const AnyArray& weight, const std::string& format_name) {
   const WeightFormat format = parse_linear_format(format_name);
   if (weight.ndim() != 2) fail("weight", "shape " + shape_of(weight), "shape [N, K]");
   const uint32_t out_features = feature_count("out_features", static_cast<int64_t>(weight.shape(0)));
   const uint32_t in_features = feature_count("in_features", static_cast<int64_t>(weight.shape(1)));
-  const bool is_bf16 = format == WeightFormat::kBf16;
-  const void* data = is_bf16
-                         ? static_cast<const void*>(checked<uint16_t>("weight", weight, "bfloat16 as uint16",
-                                                                      {out_features, in_features}))
-                         : checked<uint8_t>("weight", weight, "e4m3 as uint8", {out_features, in_features});
+  const void* data = checked_weight(weight, format, {out_features, in_features});
   auto packed = new_weight(linear_bytes(out_features, in_features, format));
   size_t num_nan = 0;
   {
     nb::gil_scoped_release release;
-    if (!is_bf16) {
+    if (has_scales(format)) {
       num_nan =
           count_nan_e4m3(static_cast<const uint8_t*>(data), static_cast<size_t>(out_features) * in_features);
     }
@@ -90,13 +93,13 @@ class PyLinearRuntime {
     weight.records = checked<uint8_t>("packed", packed, "uint8",
                                       {linear_bytes(weight.out_features, weight.in_features, weight.format)});
     AnyArray scale_array;
-    if (weight.format != WeightFormat::kBf16) {
+    if (has_scales(weight.format)) {
       if (!nb::try_cast(scales, scale_array, false)) fail("scales", "something else", "a float32 array");
       weight.scales = checked<float>(
           "scales", scale_array, "float32",
           {ceil_div(weight.out_features, kScaleBlock), ceil_div(weight.in_features, kScaleBlock)});
     } else if (!scales.is_none()) {
-      fail("scales", "an object", "None, as bf16 has none");
+      fail("scales", "an object", "None, as " + format + " has none");
     }
     if (x.ndim() != 2) {
       fail("x", "shape " + shape_of(x), "shape [T, " + std::to_string(weight.in_features) + "]");
@@ -142,14 +145,15 @@ void bind_linear(nb::module_& m) {
                             feature_count("in_features", in_features), parse_linear_format(format));
       },
       "out_features"_a, "in_features"_a, "format"_a,
-      "Bytes of a packed weight [N, K] in the format bf16, fp8 or fp9, its scales not counted.\n\n"
+      "Bytes of a packed weight [N, K] in the format bf16, f32, fp8 or fp9, its scales not counted.\n\n"
       "Raises:\n    ValueError: another format, or a size out of range.");
   m.def("pack_linear", &py_pack_linear, "weight"_a.noconvert(), "format"_a,
         nb::sig("def pack_linear(weight: numpy.typing.NDArray[numpy.uint8] | "
-                "numpy.typing.NDArray[numpy.uint16], format: str) -> numpy.typing.NDArray[numpy.uint8]"),
+                "numpy.typing.NDArray[numpy.uint16] | numpy.typing.NDArray[numpy.float32], format: str) -> "
+                "numpy.typing.NDArray[numpy.uint8]"),
         "Packs a dense weight for LinearRuntime.\n\n"
         "Shapes:\n"
-        "    weight: [N, K], e4m3 as uint8 for fp8 and fp9, bfloat16 as uint16 for bf16\n"
+        "    weight: [N, K], e4m3 as uint8 for fp8 and fp9, bfloat16 as uint16 for bf16, float32 for f32\n"
         "    result: [linear_bytes(N, K, format)] uint8\n\n"
         "Raises:\n    ValueError: a wrong shape or type, or NaN bytes of e4m3 (with their count).");
 
@@ -172,7 +176,7 @@ void bind_linear(nb::module_& m) {
                    "numpy.typing.NDArray[numpy.float32]"),
            "y = x W^T, [T, N] f32.\n\n"
            "Shapes:\n"
-           "    packed: of pack_linear; scales: [ceil(N/128), ceil(K/128)] f32, None for bf16\n"
+           "    packed: of pack_linear; scales: [ceil(N/128), ceil(K/128)] f32, None for bf16 and f32\n"
            "    x: [T, K] f32, or bf16 as uint16; out, result: [T, N] f32\n\n"
            "Raises:\n    ValueError: a wrong shape or type, or K over max_in_features; out is then "
            "untouched.\n\n"

@@ -41,7 +41,7 @@ ExpertShape checked_shape(const ExpertShape& shape, uint32_t max_tokens) {
     if (value == 0) fail_shape(field, value, "at least 1");
     if (value > kMost) fail_shape(field, value, "at most " + std::to_string(kMost));
   }
-  if (shape.format == WeightFormat::kBf16) {
+  if (!has_scales(shape.format)) {
     fail_shape("format", static_cast<uint64_t>(shape.format), "0 (fp9) or 1 (fp8)");
   }
   const uint64_t stripes = ceil_div(shape.intermediate_size, kStripeChannels);

@@ -35,6 +35,19 @@ struct LaneKernels {
     return value;
   }
 
+  // A weight that needs no decoding.
+  struct F32 {
+    static constexpr uint32_t kRecordBytes = record_bytes(WeightFormat::kF32);
+    static constexpr float kPostscale = sum_postscale(WeightFormat::kF32);
+    template <bool>
+    static DUCK_INLINE void decode(const uint8_t* record, int pair, int vector, Floats& low, Floats& high) {
+      const auto* rows =
+          reinterpret_cast<const float*>(record) + 2 * kStripeChannels * pair + kLanes * vector;
+      low = Lanes::load(rows);
+      high = Lanes::load(rows + kStripeChannels);
+    }
+  };
+
   static DUCK_INLINE void prefetch(const uint8_t* from, uint32_t num_bytes) {
     for (uint32_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(from + i);
   }
@@ -428,7 +441,8 @@ struct LaneKernels {
   static constexpr KernelTable table(Isa isa) {
     return {isa,
             {format_kernels<typename Lanes::Fp9>(), format_kernels<typename Lanes::Fp8>(),
-             format_kernels<typename Lanes::Bf16>(), format_kernels<typename Lanes::Fp8Normal>()},
+             format_kernels<typename Lanes::Bf16>(), format_kernels<typename Lanes::Fp8Normal>(),
+             format_kernels<F32>()},
             &activate,
             &multiply,
             &fill_panel};

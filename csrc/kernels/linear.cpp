@@ -111,9 +111,9 @@ struct Linear::Impl {
   const uint8_t* group_records(uint32_t group) const {
     return weight.records + group * group_bytes(weight.in_features, weight.format);
   }
-  // The scales of a group; null for bf16.
+  // The scales of a group; null where the format has none.
   const float* group_scales(uint32_t group) const {
-    if (weight.format == WeightFormat::kBf16) return nullptr;
+    if (!has_scales(weight.format)) return nullptr;
     return weight.scales + group * kGroupOutputs / kScaleBlock * ceil_div(weight.in_features, kScaleBlock);
   }
 

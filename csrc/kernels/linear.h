@@ -7,8 +7,8 @@
 // in that row alone.
 //
 // Order of summation: 128 indices of x (a block) at a time, even and odd ones in a chain of their own, each
-// ascending; the sum of the two times the block's scale (1 for bf16) is added to those of the eight blocks
-// that make a part; parts are added in ascending order.
+// ascending; the sum of the two times the block's scale (1 for bf16 and f32) is added to those of the eight
+// blocks that make a part; parts are added in ascending order.
 //
 // Bound. With u = 2^-24, n = min(K, 128), B = ceil(K / 128) and A the sum of the absolute terms (scales
 // included), to first order in u:
@@ -17,8 +17,8 @@
 //
 // Ranges. fp8 and fp9: no denormal number but an e4m3 subnormal of fp8 enters an addition or a product while
 // |x| is 0 or in [2^-40, 2^47) and scales are 0 or in [2^-21, 2^40]; smaller x lose accuracy gradually, what
-// is larger becomes infinite or NaN. bf16: products and sums are f32 as they stand. run() computes with
-// denormals on, whatever the caller has set.
+// is larger becomes infinite or NaN. bf16 and f32: products and sums are f32 as they stand. run() computes
+// with denormals on, whatever the caller has set.
 #pragma once
 
 #include <cstddef>
@@ -38,7 +38,7 @@ struct LinearWeight {
   uint32_t in_features = 0;   // K
   WeightFormat format = WeightFormat::kBf16;
   const uint8_t* records = nullptr;  // linear_bytes(N, K, format); 64-byte alignment is best
-  const float* scales = nullptr;     // [ceil(N / 128), ceil(K / 128)]; not read for bf16
+  const float* scales = nullptr;     // [ceil(N / 128), ceil(K / 128)]; read where has_scales()
 };
 
 struct LinearRows {

@@ -20,7 +20,8 @@ inline constexpr size_t linear_bytes(size_t out_features, size_t in_features, We
   return ceil_div(out_features, kGroupOutputs) * group_bytes(in_features, format);
 }
 
-// Packs a row-major weight [N, K]: e4m3 bytes to fp9 or fp8 (none of them NaN), 16-bit words to bf16.
+// Packs a row-major weight [N, K]: e4m3 bytes to fp9 or fp8 (none of them NaN), 16-bit words to bf16,
+// f32 to f32.
 // packed: linear_bytes(N, K, format).
 void pack_linear(const void* weight, size_t out_features, size_t in_features, WeightFormat format,
                  uint8_t* packed);

@@ -14,6 +14,7 @@
 //         cycles for each of those (Intel's), fp8 is decoded by way of fp9's magnitudes instead:
 //         "fp8-normal".
 //   bf16  512 bf16 words, for dense layers.
+//   f32   512 f32, for dense layers: the rows one behind the other, 16 lanes each.
 #pragma once
 
 #include <cstddef>
@@ -26,8 +27,14 @@ enum class WeightFormat : uint8_t {
   kFp8 = 1,
   kBf16 = 2,
   kFp8Normal = 3,  // the bytes of kFp8, decoded without denormal numbers
+  kF32 = 4,
 };
-inline constexpr int kNumWeightFormats = 4;
+inline constexpr int kNumWeightFormats = 5;
+
+// Whether a weight has scales beside its values: those of e4m3.
+inline constexpr bool has_scales(WeightFormat format) {
+  return format != WeightFormat::kBf16 && format != WeightFormat::kF32;
+}
 
 // Which weights of an expert share a scale: 128 x 128 of a matrix, or one of its rows.
 enum class ScaleLayout : uint8_t { kBlock = 0, kChannel = 1 };
@@ -48,6 +55,8 @@ inline constexpr size_t record_bytes(WeightFormat format) {
       return kRecordWeights;
     case WeightFormat::kBf16:
       return 2 * kRecordWeights;
+    case WeightFormat::kF32:
+      return 4 * kRecordWeights;
   }
   return 0;
 }
@@ -67,6 +76,9 @@ inline constexpr int bf16_index(int row, int lane) {
   return 2 * kStripeChannels * (row / 2) + 2 * lane + (row & 1);
 }
 
+// The same for f32.
+inline constexpr int f32_index(int row, int lane) { return kStripeChannels * row + lane; }
+
 // What x is multiplied with before, so that no f32 between decoded weight and sum is denormal (fp9), or an
 // e4m3 subnormal at most (fp8); and the block sums after. Powers of two: exact, and the scaled sums of both
 // formats are the same numbers.
@@ -78,13 +90,12 @@ inline constexpr float prescale(WeightFormat format) {
     case WeightFormat::kFp8:
       return 0x1p80f;
     case WeightFormat::kBf16:
+    case WeightFormat::kF32:
       return 1.0f;
   }
   return 0.0f;
 }
-inline constexpr float sum_postscale(WeightFormat format) {
-  return format == WeightFormat::kBf16 ? 1.0f : 0x1p40f;
-}
+inline constexpr float sum_postscale(WeightFormat format) { return has_scales(format) ? 0x1p40f : 1.0f; }
 
 // The fp9 magnitudes of e4m3's zero and subnormals; a normal code's is the code + 0x80.
 inline constexpr uint8_t kSmallMagnitudes[8] = {0x00, 0x70, 0x78, 0x7c, 0x80, 0x82, 0x84, 0x86};

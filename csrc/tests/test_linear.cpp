@@ -22,7 +22,8 @@
 namespace duck {
 namespace {
 
-constexpr WeightFormat kFormats[] = {WeightFormat::kFp9, WeightFormat::kFp8, WeightFormat::kBf16};
+constexpr WeightFormat kFormats[] = {WeightFormat::kFp9, WeightFormat::kFp8, WeightFormat::kBf16,
+                                     WeightFormat::kF32};
 
 struct Weight {
   uint32_t out_features, in_features;
@@ -42,16 +43,19 @@ Weight random_weight(uint32_t out_features, uint32_t in_features, WeightFormat f
   const size_t size = static_cast<size_t>(out_features) * in_features;
   std::vector<uint8_t> codes(size);
   std::vector<uint16_t> words(size);
+  std::vector<float> numbers(size);
   for (size_t i = 0; i < size; ++i) {
     codes[i] = static_cast<uint8_t>(random() >> 8);
     if ((codes[i] & 0x7f) == 0x7f) codes[i] ^= 1;
     words[i] = static_cast<uint16_t>((random() >> 8 & 0x80ff) | 0x3f00);
+    numbers[i] = static_cast<float>(random() % 1000000) * 1e-6f - 0.5f;
   }
   weight.packed.resize(linear_bytes(out_features, in_features, format));
-  const bool is_bf16 = format == WeightFormat::kBf16;
-  pack_linear(is_bf16 ? static_cast<const void*>(words.data()) : codes.data(), out_features, in_features,
-              format, weight.packed.data());
-  if (!is_bf16) {
+  const void* stored = codes.data();
+  if (format == WeightFormat::kBf16) stored = words.data();
+  if (format == WeightFormat::kF32) stored = numbers.data();
+  pack_linear(stored, out_features, in_features, format, weight.packed.data());
+  if (has_scales(format)) {
     weight.scales.resize(ceil_div(out_features, kScaleBlock) * ceil_div(in_features, kScaleBlock));
     for (float& scale : weight.scales) scale = 0x1p-9f * (1.0f + static_cast<float>(random() % 100) * 0.01f);
   }
@@ -101,15 +105,19 @@ void test_sizes_and_threads() {
   }
 }
 
-// The caller's flags change no bit and come back as they were, with bf16 denormals among the weights.
+// The caller's flags change no bit and come back as they were, with denormals among the weights.
 void test_floating_point_flags() {
   constexpr unsigned kFlushAndZero = 0x8040;
   const unsigned saved = _mm_getcsr();
   const std::vector<float> x = random_x(12 * 40);
   for (WeightFormat format : kFormats) {
     Weight weight = random_weight(40, 40, format);
-    if (format == WeightFormat::kBf16) {
-      for (size_t i = 1; i < weight.packed.size(); i += 2) weight.packed[i] &= 0x80;
+    if (!has_scales(format)) {
+      const size_t number_bytes = format == WeightFormat::kF32 ? 4 : 2;
+      for (size_t i = number_bytes - 1; i < weight.packed.size(); i += number_bytes) {
+        weight.packed[i] &= 0x80;
+        weight.packed[i - 1] &= 0x7f;
+      }
     }
     for (Isa isa : available_isas()) {
       for (size_t num_rows : {2, 12}) {

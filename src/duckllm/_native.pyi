@@ -1,5 +1,5 @@
 """
-Native parts of duck-llm: kernels of experts and dense layers, attention, wire format, transport, the worker's step loop, and the loops that measure a machine's ceilings.
+Native parts of duck-llm: kernels of experts and dense layers, attention, row-wise operations, wire format, transport, the worker's step loop, and the loops that measure a machine's ceilings.
 """
 
 import enum
@@ -201,20 +201,23 @@ class Experts:
 
 def linear_bytes(out_features: int, in_features: int, format: str) -> int:
     """
-    Bytes of a packed weight [N, K] in the format bf16, fp8 or fp9, its scales not counted.
+    Bytes of a packed weight [N, K] in the format bf16, f32, fp8 or fp9, its scales not counted.
 
     Raises:
         ValueError: another format, or a size out of range.
     """
 
 def pack_linear(
-    weight: numpy.typing.NDArray[numpy.uint8] | numpy.typing.NDArray[numpy.uint16], format: str
+    weight: numpy.typing.NDArray[numpy.uint8]
+    | numpy.typing.NDArray[numpy.uint16]
+    | numpy.typing.NDArray[numpy.float32],
+    format: str,
 ) -> numpy.typing.NDArray[numpy.uint8]:
     """
     Packs a dense weight for LinearRuntime.
 
     Shapes:
-        weight: [N, K], e4m3 as uint8 for fp8 and fp9, bfloat16 as uint16 for bf16
+        weight: [N, K], e4m3 as uint8 for fp8 and fp9, bfloat16 as uint16 for bf16, float32 for f32
         result: [linear_bytes(N, K, format)] uint8
 
     Raises:
@@ -249,7 +252,7 @@ class LinearRuntime:
         y = x W^T, [T, N] f32.
 
         Shapes:
-            packed: of pack_linear; scales: [ceil(N/128), ceil(K/128)] f32, None for bf16
+            packed: of pack_linear; scales: [ceil(N/128), ceil(K/128)] f32, None for bf16 and f32
             x: [T, K] f32, or bf16 as uint16; out, result: [T, N] f32
 
         Raises:
@@ -398,6 +401,135 @@ def select_topk(scores: numpy.typing.NDArray[numpy.float32], topk: int) -> numpy
 
     Raises:
         ValueError: a wrong shape or type, or topk not in 1 to S.
+    """
+
+def rms_norm(
+    x: numpy.typing.NDArray[numpy.float32],
+    weight: numpy.typing.NDArray[numpy.float32],
+    eps: float,
+    isa: str = "auto",
+) -> numpy.typing.NDArray[numpy.float32]:
+    """
+    x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+
+    Shapes:
+        x: [size], [T, size] or [T, heads, size] f32, rows of any distance
+        weight: [size] f32; result: of x, contiguous
+
+    Raises:
+        ValueError: a wrong shape or type, rows that are not contiguous, or an eps below 0.
+
+    Threading:
+        Releases the interpreter.
+
+    Reference:
+        tests/rowwise, float64, with the bound of csrc/rowwise/row_kernels.h
+    """
+
+def layer_norm(
+    x: numpy.typing.NDArray[numpy.float32],
+    weight: numpy.typing.NDArray[numpy.float32],
+    bias: numpy.typing.NDArray[numpy.float32],
+    eps: float,
+    isa: str = "auto",
+) -> numpy.typing.NDArray[numpy.float32]:
+    """
+    (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension.
+
+    Shapes:
+        x: [size], [T, size] or [T, heads, size] f32, rows of any distance
+        weight, bias: [size] f32; result: of x, contiguous
+
+    Raises:
+        ValueError: a wrong shape or type, rows that are not contiguous, or an eps below 0.
+
+    Threading:
+        Releases the interpreter.
+
+    Reference:
+        tests/rowwise, float64, with the bound of csrc/rowwise/row_kernels.h
+    """
+
+def silu_mul(
+    gate_up: numpy.typing.NDArray[numpy.float32], isa: str = "auto"
+) -> numpy.typing.NDArray[numpy.float32]:
+    """
+    silu(gate) * up, the two side by side.
+
+    Shapes:
+        gate_up: [T, 2 I] f32; result: [T, I] f32
+
+    Raises:
+        ValueError: a wrong shape or type.
+
+    Threading:
+        Releases the interpreter.
+
+    Reference:
+        tests/rowwise, float64, with the bound of csrc/rowwise/row_kernels.h
+    """
+
+def scale_by_sigmoid(
+    values: numpy.typing.NDArray[numpy.float32],
+    logits: numpy.typing.NDArray[numpy.float32],
+    isa: str = "auto",
+) -> None:
+    """
+    Multiplies each row of values by the sigmoid of its logit, in place.
+
+    Shapes:
+        values: [T, H] f32; logits: [T, 1] f32
+
+    Raises:
+        ValueError: a wrong shape or type; values are then untouched.
+
+    Threading:
+        Releases the interpreter.
+    """
+
+def route_by_sigmoid(
+    logits: numpy.typing.NDArray[numpy.float32],
+    correction_bias: numpy.typing.NDArray[numpy.float32],
+    top_k: int,
+    num_groups: int,
+    topk_group: int,
+    normalize: bool,
+    scaling_factor: float,
+    isa: str = "auto",
+) -> tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.float32]]:
+    """
+    topk_ids and topk_weights by sigmoid scores, as csrc/rowwise/route.h says.
+
+    Shapes:
+        logits: [T, E] f32; topk_ids: [T, K] int32; topk_weights: [T, K] f32
+
+    Raises:
+        ValueError: a wrong shape or type, or a number out of range.
+
+    Threading:
+        Releases the interpreter.
+
+    Reference:
+        tests/moe/test_router.py and tests/rowwise have scalar twins
+    """
+
+def route_by_softmax(
+    logits: numpy.typing.NDArray[numpy.float32], top_k: int, normalize: bool, isa: str = "auto"
+) -> tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.float32]]:
+    """
+    topk_ids and topk_weights by a softmax over all experts.
+
+    Shapes:
+        logits: [T, E] f32; topk_ids: [T, K] int32; topk_weights: [T, K] f32
+
+    Raises:
+        ValueError: a wrong shape or type, or a number out of range.
+
+    Threading:
+        Releases the interpreter.
+
+    Reference:
+        tests/moe/test_router.py and tests/rowwise have scalar twins
     """
 
 PROTOCOL_VERSION: int = 1

@@ -46,8 +46,8 @@ def make_tensors(shape: GQAShape) -> dict[str, torch.Tensor]:
 
 
 def make_layer(shape: GQAShape) -> GQAttention:
-    runtime = LinearRuntime.new(shape.hidden_size, 1)
-    return GQAttention(DictTensors(make_tensors(shape)), "a", shape, torch.float32, runtime)
+    runtime = LinearRuntime.new(shape.max_in_features, 1)
+    return GQAttention(DictTensors(make_tensors(shape)), "a", shape, runtime)
 
 
 def inputs() -> torch.Tensor:

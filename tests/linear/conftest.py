@@ -8,7 +8,7 @@ import pytest
 
 from duckllm import _native
 
-FORMATS = ("fp8", "fp9", "bf16")
+FORMATS = ("fp8", "fp9", "bf16", "f32")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

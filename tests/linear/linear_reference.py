@@ -34,18 +34,20 @@ def from_bf16(words: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Weight:
-    """A dense weight as a checkpoint has it: ``stored`` is [N, K], e4m3 bytes or bfloat16 words."""
+    """A dense weight as a checkpoint has it: ``stored`` is [N, K], e4m3 bytes, bfloat16 words or f32."""
 
     stored: np.ndarray
     scales: np.ndarray | None
 
     @classmethod
     def random(cls, out_features: int, in_features: int, weight_format: str, seed: int = 0) -> Weight:
-        """Every exponent of e4m3, subnormals and both zeros included; normal numbers in bfloat16."""
+        """Every exponent of e4m3, subnormals and both zeros included; normal numbers in bfloat16 and f32."""
         rng = np.random.default_rng(seed)
         shape = (out_features, in_features)
         if weight_format == "bf16":
             return cls(to_bf16(rng.standard_normal(shape) / 16), None)
+        if weight_format == "f32":
+            return cls((rng.standard_normal(shape) / 16).astype(np.float32), None)
         codes = rng.integers(0, 254, shape, dtype=np.uint8)
         codes = np.where(codes >= 0x7F, codes + 1, codes).astype(np.uint8)  # 0x7f and 0xff are NaN
         blocks = (-(-out_features // 128), -(-in_features // 128))
@@ -54,7 +56,8 @@ class Weight:
     def dense(self) -> np.ndarray:
         """Float64 [N, K]."""
         if self.scales is None:
-            return from_bf16(self.stored).astype(np.float64)
+            values = self.stored if self.stored.dtype == np.float32 else from_bf16(self.stored)
+            return values.astype(np.float64)
         wide = np.repeat(np.repeat(self.scales.astype(np.float64), 128, 0), 128, 1)
         return decode_e4m3(self.stored) * wide[: self.stored.shape[0], : self.stored.shape[1]]
 

@@ -32,7 +32,7 @@ def arguments(weight_format: str = "fp8") -> dict[str, object]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": "fp4"}, "format: got 'fp4', expected bf16, fp8 or fp9"),
+        ({"format": "fp4"}, "format: got 'fp4', expected bf16, f32, fp8 or fp9"),
         ({"packed": np.zeros(5, np.uint8)}, "packed: got shape [5], expected shape [14336]"),
         ({"packed": np.zeros(14336, np.int8)}, "packed: got elements of type int8, expected uint8"),
         ({"packed": np.zeros(28672, np.uint8)[::2]}, "packed: got strides that skip elements"),
@@ -58,9 +58,10 @@ def test_wrong_arguments_are_named(
         assert (given["out"] == 7).all()
 
 
-def test_bf16_takes_no_scales(runtime: _native.LinearRuntime) -> None:
-    with pytest.raises(ValueError, match=r"^scales: got an object, expected None, as bf16 has none$"):
-        runtime.run(**(arguments("bf16") | {"scales": np.ones((1, 2), np.float32)}))
+@pytest.mark.parametrize("wide", ["bf16", "f32"])
+def test_wide_formats_take_no_scales(runtime: _native.LinearRuntime, wide: str) -> None:
+    with pytest.raises(ValueError, match=f"^scales: got an object, expected None, as {wide} has none$"):
+        runtime.run(**(arguments(wide) | {"scales": np.ones((1, 2), np.float32)}))
 
 
 def test_a_weight_wider_than_the_runtime_is_refused() -> None:
@@ -100,7 +101,8 @@ def test_a_runtime_that_makes_no_sense_is_refused(changes: dict[str, object], me
         (np.zeros((0, 4), np.uint8), "fp8", "out_features: got 0, expected 1 to 16777216"),
         (np.array([[1, 0x7F, 0xFF]], np.uint8), "fp9", "weight: got 2 NaN bytes (0x7f, 0xff), expected none"),
         (np.zeros((4, 8), np.uint8)[:, ::2], "fp8", "weight: got strides that skip elements"),
-        (np.zeros((4, 4), np.uint8), "f32", "format: got 'f32', expected bf16, fp8 or fp9"),
+        (np.zeros((4, 4), np.float64), "f32", "weight: got elements of type float64, expected float32"),
+        (np.zeros((4, 4), np.uint8), "f16", "format: got 'f16', expected bf16, f32, fp8 or fp9"),
     ],
 )
 def test_a_weight_that_cannot_be_packed_is_refused(
@@ -119,5 +121,6 @@ def test_packed_sizes_are_those_of_whole_records() -> None:
     assert _native.linear_bytes(1, 1, "fp8") == 2 * 512
     assert _native.linear_bytes(33, 64, "fp9") == 2 * 2 * 2 * 576
     assert _native.linear_bytes(64, 33, "bf16") == 2 * 2 * 2 * 1024
+    assert _native.linear_bytes(64, 33, "f32") == 2 * 2 * 2 * 2048
     with pytest.raises(ValueError, match=r"^out_features: got 0, expected 1 to 16777216"):
         _native.linear_bytes(0, 1, "fp8")

@@ -68,6 +68,17 @@ def test_every_bf16_exponent_is_multiplied_exactly(isa: str, new_runtime: NewRun
         np.testing.assert_array_equal(y, np.tile(from_bf16(words) * np.float32(0.5), (num_rows, 1)))
 
 
+def test_every_f32_exponent_is_multiplied_exactly(isa: str, new_runtime: NewRuntime) -> None:
+    bits = np.array(
+        [sign << 31 | e << 23 | m for sign in (0, 1) for e in range(255) for m in (0, 0x2AAAAA)], np.uint32
+    )
+    values = bits.view(np.float32)
+    for num_rows in (1, 9):
+        y = Weight(values[:, None], None).run(new_runtime(1), "f32", np.full((num_rows, 1), 2, np.float32))
+        with np.errstate(over="ignore"):
+            np.testing.assert_array_equal(y, np.tile(values * np.float32(2), (num_rows, 1)))
+
+
 @pytest.mark.parametrize("exponent", [-39, -20, 0, 20, 40])
 def test_scales_and_rows_of_every_size(new_runtime: NewRuntime, weight_format: str, exponent: int) -> None:
     weight = Weight.random(40, 200, weight_format)

@@ -5,16 +5,28 @@ import math
 import pytest
 import torch
 
-from duckllm.moe.router import GroupLimitedRouter, SigmoidRouting, SoftmaxRouter, SoftmaxRouting
+from duckllm.layers.linear import Linear
+from duckllm.layers.runtime import LinearRuntime
+from duckllm.moe.router import Gate, GroupLimitedRouter, SigmoidRouting, SoftmaxRouter, SoftmaxRouting
+from support.experts import DictTensors
 
 HIDDEN, EXPERTS = 24, 16
+RUNTIME = LinearRuntime.new(HIDDEN, 1)
+
+
+def random_weight() -> torch.Tensor:
+    return torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(3))
+
+
+def gate_of(weight: torch.Tensor) -> Gate:
+    tensors = DictTensors({"gate.weight": weight})
+    return Linear.load(tensors, "gate", EXPERTS, HIDDEN, runtime=RUNTIME).product
 
 
 def make_router(num_groups: int = 4, topk_group: int = 2, normalize: bool = True) -> GroupLimitedRouter:
-    generator = torch.Generator().manual_seed(3)
     return GroupLimitedRouter(
-        torch.randn(EXPERTS, HIDDEN, generator=generator),
-        0.4 * torch.randn(EXPERTS, generator=generator),
+        gate_of(random_weight()),
+        0.4 * torch.randn(EXPERTS, generator=torch.Generator().manual_seed(6)),
         SigmoidRouting(
             num_groups=num_groups, topk_group=topk_group, top_k=3, normalize=normalize, scaling_factor=2.5
         ),
@@ -24,7 +36,7 @@ def make_router(num_groups: int = 4, topk_group: int = 2, normalize: bool = True
 def route_one(router: GroupLimitedRouter, x: list[float]) -> list[tuple[int, float]]:
     """The scalar twin: plain loops over Python floats."""
     scores, choice = [], []
-    for weights, bias in zip(router.weight.tolist(), router.correction_bias.tolist(), strict=True):
+    for weights, bias in zip(random_weight().tolist(), router.correction_bias.tolist(), strict=True):
         scores.append(1 / (1 + math.exp(-sum(a * b for a, b in zip(weights, x, strict=True)))))
         choice.append(scores[-1] + bias)
     size = len(choice) // router.routing.num_groups
@@ -63,13 +75,13 @@ def test_the_bias_changes_the_choice_and_not_the_weights() -> None:
     router.correction_bias[loser] += 10
     ids, weights = router(x)
     assert ids[0, 0] == loser
-    assert weights[0, 0] == pytest.approx(2.5 * float(torch.sigmoid(x[0] @ router.weight[loser])), rel=1e-5)
+    assert weights[0, 0] == pytest.approx(2.5 * float(torch.sigmoid(x[0] @ random_weight()[loser])), rel=1e-5)
 
 
 def test_equal_scores_go_to_the_lowest_numbers() -> None:
     router = make_router()
-    router.weight.zero_()
-    router.correction_bias.zero_()
+    router.gate = gate_of(torch.zeros(EXPERTS, HIDDEN))
+    router.correction_bias[:] = 0
     ids, weights = router(torch.ones(2, HIDDEN))
     assert ids.tolist() == [[0, 1, 2], [0, 1, 2]]
     assert weights.flatten().tolist() == pytest.approx([2.5 / 3] * 6)
@@ -78,19 +90,20 @@ def test_equal_scores_go_to_the_lowest_numbers() -> None:
 def test_a_row_does_not_see_the_other_rows() -> None:
     router = make_router()
     x = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(5))
-    ids, _ = router(x)
+    ids, weights = router(x)
     for row in range(20):
-        assert router(x[row : row + 1])[0].tolist() == [ids[row].tolist()]
+        own_ids, own_weights = router(x[row : row + 1])
+        assert own_ids.tolist() == [ids[row].tolist()]
+        assert torch.equal(own_weights[0], weights[row])
 
 
 def make_softmax_router(normalize: bool) -> SoftmaxRouter:
-    weight = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(3))
-    return SoftmaxRouter(weight, SoftmaxRouting(top_k=3, normalize=normalize))
+    return SoftmaxRouter(gate_of(random_weight()), SoftmaxRouting(top_k=3, normalize=normalize))
 
 
 def route_one_by_softmax(router: SoftmaxRouter, x: list[float]) -> list[tuple[int, float]]:
     """The scalar twin: plain loops over Python floats."""
-    logits = [sum(a * b for a, b in zip(weights, x, strict=True)) for weights in router.weight.tolist()]
+    logits = [sum(a * b for a, b in zip(weights, x, strict=True)) for weights in random_weight().tolist()]
     exponentials = [math.exp(logit - max(logits)) for logit in logits]
     shares = [value / sum(exponentials) for value in exponentials]
     chosen = sorted(range(len(shares)), key=lambda e: (-shares[e], e))[: router.routing.top_k]
@@ -113,7 +126,7 @@ def test_softmax_routes_as_the_scalar_twin(normalize: bool) -> None:
 
 def test_softmax_gives_equal_scores_to_the_lowest_numbers() -> None:
     router = make_softmax_router(normalize=False)
-    router.weight.zero_()
+    router.gate = gate_of(torch.zeros(EXPERTS, HIDDEN))
     ids, weights = router(torch.ones(2, HIDDEN))
     assert ids.tolist() == [[0, 1, 2], [0, 1, 2]]
     assert weights.flatten().tolist() == pytest.approx([1 / EXPERTS] * 6)

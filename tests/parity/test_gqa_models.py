@@ -267,7 +267,8 @@ def softmax_over_the_chosen_alone(model: CausalLM, patch: pytest.MonkeyPatch) ->
 
 def shared_gate_missing(model: CausalLM, patch: pytest.MonkeyPatch) -> None:
     for block in moe_blocks(model):
-        block.shared_gate = None
+        assert block.shared is not None
+        block.shared.output_gate = None
 
 
 def shared_expert_missing(model: CausalLM, patch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,10 @@ float from_bits(uint32_t bits) {
   return value;
 }
 
-// w * 2^-104 for fp9 and fp8-normal, w * 2^-120 for fp8, w for bf16.
+// w * 2^-104 for fp9 and fp8-normal, w * 2^-120 for fp8, w for bf16 and f32.
 template <WeightFormat kFormat>
 float decode(const uint8_t* record, int row, int lane) {
+  if constexpr (kFormat == WeightFormat::kF32) return load_f32(record, f32_index(row, lane));
   const int index = kFormat == WeightFormat::kBf16 ? bf16_index(row, lane) : weight_index(row, lane);
   if constexpr (kFormat == WeightFormat::kFp9) {
     uint32_t signs;
@@ -191,7 +192,8 @@ constexpr FormatKernels format_kernels() {
 const KernelTable kTable = {
     Isa::kScalar,
     {format_kernels<WeightFormat::kFp9>(), format_kernels<WeightFormat::kFp8>(),
-     format_kernels<WeightFormat::kBf16>(), format_kernels<WeightFormat::kFp8Normal>()},
+     format_kernels<WeightFormat::kBf16>(), format_kernels<WeightFormat::kFp8Normal>(),
+     format_kernels<WeightFormat::kF32>()},
     &activate,
     &multiply,
     &fill_panel};

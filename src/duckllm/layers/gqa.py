@@ -67,7 +67,6 @@ class GQAttention:
         tensors: HostTensors,
         prefix: str,
         shape: GQAShape,
-        dtype: torch.dtype,
         runtime: LinearRuntime,
     ) -> None:
         s, self.runtime = shape, runtime
@@ -78,7 +77,6 @@ class GQAttention:
             (f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"),
             (query_dim, key_dim, key_dim),
             s.hidden_size,
-            dtype,
             s.qkv_bias,
             runtime=runtime,
         )
@@ -87,9 +85,7 @@ class GQAttention:
         if s.qk_norm_eps is not None:
             self.q_norm = RMSNorm(tensors, f"{prefix}.q_norm", s.head_dim, s.qk_norm_eps)
             self.k_norm = RMSNorm(tensors, f"{prefix}.k_norm", s.head_dim, s.qk_norm_eps)
-        self.o = Linear.load(
-            tensors, f"{prefix}.o_proj", s.hidden_size, query_dim, dtype, s.o_bias, runtime=runtime
-        )
+        self.o = Linear.load(tensors, f"{prefix}.o_proj", s.hidden_size, query_dim, s.o_bias, runtime=runtime)
 
     def __call__(self, x: torch.Tensor, step: StepContext, cache: LayerCache) -> torch.Tensor:
         """Attention's output for the step's tokens, which are added to the cache.

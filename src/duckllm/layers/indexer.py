@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
-from duckllm.layers.linear import Linear, load_tensor
+from duckllm.layers.linear import Linear
+from duckllm.layers.norm import LayerNorm
 from duckllm.layers.rope import rotate_half_split, rotate_interleaved
 
 if TYPE_CHECKING:
@@ -63,25 +63,22 @@ class Indexer:
         q_lora_rank: int,
         rope_dim: int,
         shape: IndexerShape,
-        dtype: torch.dtype,
         runtime: LinearRuntime,
     ) -> None:
         self.shape, self.rope_dim, self.runtime = shape, rope_dim, runtime
         num_heads, head_dim = shape.num_heads, shape.head_dim
         self.rotate = rotate_interleaved if shape.rope_interleave else rotate_half_split
         self.query = Linear.load(
-            tensors, f"{prefix}.wq_b", num_heads * head_dim, q_lora_rank, dtype, runtime=runtime
+            tensors, f"{prefix}.wq_b", num_heads * head_dim, q_lora_rank, runtime=runtime
         )
-        self.key = Linear.load(tensors, f"{prefix}.wk", head_dim, hidden_size, dtype, runtime=runtime)
-        self.key_norm_weight = load_tensor(tensors, f"{prefix}.k_norm.weight", (head_dim,), dtype)
-        self.key_norm_bias = load_tensor(tensors, f"{prefix}.k_norm.bias", (head_dim,), dtype)
+        self.key = Linear.load(tensors, f"{prefix}.wk", head_dim, hidden_size, runtime=runtime)
+        self.key_norm = LayerNorm(tensors, f"{prefix}.k_norm", head_dim, KEY_NORM_EPS)
         # Both constant factors of the score are positive, so they pass through the ReLU into the weights.
         self.head_weights = Linear.load(
             tensors,
             f"{prefix}.weights_proj",
             num_heads,
             hidden_size,
-            dtype,
             runtime=runtime,
             factor=num_heads**-0.5 * head_dim**-0.5,
         )
@@ -110,8 +107,7 @@ class Indexer:
         Shapes:
             x: [T, H]; cos, sin: [T, rope / 2]; result: [T, D]
         """
-        head_dim = (self.shape.head_dim,)
-        k = F.layer_norm(self.key(x), head_dim, self.key_norm_weight, self.key_norm_bias, KEY_NORM_EPS)
+        k = self.key_norm(self.key(x))
         return torch.cat((self.rotate(k[:, : self.rope_dim], cos, sin), k[:, self.rope_dim :]), dim=-1)
 
     def queries(self, q_latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

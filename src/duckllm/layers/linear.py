@@ -2,9 +2,9 @@
 
 Called by the models and by the attention layers; knows tensors by name only through the loader it is given.
 
-A weight that is stored as FP8, with scales of blocks or rows, or as BF16 goes through the native kernels in
-the form that it is stored in, where the model has a :class:`duckllm.layers.runtime.LinearRuntime`: it is read
-at the speed of memory, and a row's result is the same bits in any company. Every other weight is PyTorch's.
+Weights go through the native kernels: stored as FP8, with scales of blocks or rows, or as BF16, in the form
+that they are stored in, all others as float32. A weight is read at the speed of memory, and a row's result is
+the same bits in any company.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 
+from duckllm import _native
 from duckllm.errors import CheckpointError
-from duckllm.layers.runtime import LinearRuntime, PackedWeight
+from duckllm.layers.runtime import F32, LinearRuntime, PackedWeight
 
 if TYPE_CHECKING:
     from duckllm.weights.host_tensors import HostTensors
 
-_NATIVE_TYPES = (torch.float8_e4m3fn, torch.bfloat16)
 _SCALE_BLOCK = 128
 
 
@@ -40,18 +40,16 @@ def load_tensor(
     return tensor if dtype is None else tensor.to(dtype)
 
 
-def load_weight(
-    tensors: HostTensors, name: str, out_features: int, in_features: int, dtype: torch.dtype
-) -> torch.Tensor:
+def load_weight(tensors: HostTensors, name: str, out_features: int, in_features: int) -> torch.Tensor:
     """The weight of layer ``name``, dequantised: for what computes with it itself.
 
     Shapes:
-        result: [out, in]
+        result: [out, in] f32
 
     Raises:
         CheckpointError: The tensor is missing, or its shape or scale is not what it should be.
     """
-    return _checked(tensors.linear(name, dtype), f"{name}.weight", (out_features, in_features))
+    return _checked(tensors.linear(name, torch.float32), f"{name}.weight", (out_features, in_features))
 
 
 def _checked(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -62,28 +60,28 @@ def _checked(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.T
     return tensor
 
 
-# From this many weights on, one row goes through a matrix-vector product: with torch 2.13 on an AVX2 CPU (AMD
-# Zen 3) an 8192 x 256 float32 weight takes 0.24 ms that way and 0.97 ms as a product with a one-row matrix.
-MATRIX_VECTOR_ELEMENTS = 1 << 18
-
-
 class Linear:
     """``y = factor * x W^T + b``.
 
+    Args:
+        weights: W, in parts whose outputs lie side by side.
+        runtime: Computes.
+        bias: b, or None.
+        factor: A constant that the product is multiplied with.
+
     Shapes:
-        weight: [out, in]; x: [T, in]; y: [T, out]
+        bias: [out] f32; x: [T, in] f32; y: [T, out] f32
     """
 
     def __init__(
         self,
-        weight: torch.Tensor | Sequence[PackedWeight],
-        bias: torch.Tensor | None = None,
-        runtime: LinearRuntime | None = None,
+        weights: Sequence[PackedWeight],
+        runtime: LinearRuntime,
+        bias: F32 | None = None,
         factor: float = 1.0,
     ) -> None:
-        self.weight = weight if isinstance(weight, torch.Tensor) else None
-        self._parts = () if isinstance(weight, torch.Tensor) else tuple(weight)
-        self._runtime, self._factor, self.bias = runtime, factor, bias
+        self.weights, self.bias = tuple(weights), bias
+        self._runtime, self._factor = runtime, np.float32(factor)
 
     @classmethod
     def load(
@@ -92,10 +90,9 @@ class Linear:
         name: str,
         out_features: int,
         in_features: int,
-        dtype: torch.dtype,
         bias: bool = False,
         *,
-        runtime: LinearRuntime | None = None,
+        runtime: LinearRuntime,
         factor: float = 1.0,
     ) -> Linear:
         """Reads ``name.weight`` (any stored format) and, with ``bias``, ``name.bias``.
@@ -105,16 +102,15 @@ class Linear:
             name: The layer, without ``.weight``.
             out_features: Rows of the weight.
             in_features: Columns of the weight.
-            dtype: Type of the activations.
             bias: Whether there is one.
-            runtime: For the native kernels; None leaves everything to PyTorch.
+            runtime: Computes.
             factor: A constant that the product is multiplied with.
 
         Raises:
             CheckpointError: A tensor is missing, or its shape, type or scale is not what it should be.
         """
         return cls.load_joined(
-            tensors, (name,), (out_features,), in_features, dtype, bias, runtime=runtime, factor=factor
+            tensors, (name,), (out_features,), in_features, bias, runtime=runtime, factor=factor
         )
 
     @classmethod
@@ -124,76 +120,64 @@ class Linear:
         names: Sequence[str],
         out_features: Sequence[int],
         in_features: int,
-        dtype: torch.dtype,
         bias: bool = False,
         *,
-        runtime: LinearRuntime | None = None,
+        runtime: LinearRuntime,
         factor: float = 1.0,
     ) -> Linear:
         """Layers of one input as one, whose outputs lie side by side; arguments as :meth:`load` has them."""
-        linear = cls._load_weights(tensors, names, out_features, in_features, dtype, runtime, factor)
-        if bias:
-            parts = zip(names, out_features, strict=True)
-            biases = [load_tensor(tensors, f"{name}.bias", (size,), dtype) for name, size in parts]
-            linear.bias = biases[0] if len(biases) == 1 else torch.cat(biases)
-        return linear
-
-    @classmethod
-    def _load_weights(
-        cls,
-        tensors: HostTensors,
-        names: Sequence[str],
-        out_features: Sequence[int],
-        in_features: int,
-        dtype: torch.dtype,
-        runtime: LinearRuntime | None,
-        factor: float,
-    ) -> Linear:
-        stored = [tensors.stored_linear(name) for name in names]
-        types = {weight.dtype for weight, _ in stored}
-        if runtime is None or dtype != torch.float32 or len(types) > 1 or not types <= {*_NATIVE_TYPES}:
-            parts = zip(names, out_features, strict=True)
-            weights = [load_weight(tensors, name, size, in_features, dtype) for name, size in parts]
-            joined = weights[0] if len(weights) == 1 else torch.cat(weights)
-            return cls(joined if factor == 1.0 else joined * factor)
+        stored = [_stored(tensors, name) for name in names]
         for name, size, (weight, _) in zip(names, out_features, stored, strict=True):
             _checked(weight, f"{name}.weight", (size, in_features))
         # A power of two changes no scale's mantissa; any other factor would round all of them.
-        fold = math.frexp(factor)[0] == 0.5 and stored[0][1] is not None
+        fold = math.frexp(factor)[0] == 0.5 and all(scales is not None for _, scales in stored)
         if fold:
             stored = [(weight, scales * factor) for weight, scales in stored if scales is not None]
+        weight_names = names
         if len(stored) > 1 and _joinable(stored, out_features):
             # One product instead of several: the small ones cost more to start than to compute.
             stored = [_join(stored)]
-            names = (" and ".join(names),)
+            weight_names = (" and ".join(names),)
         packed = [
             _packed(name, weight, scales, runtime)
-            for name, (weight, scales) in zip(names, stored, strict=True)
+            for name, (weight, scales) in zip(weight_names, stored, strict=True)
         ]
-        return cls(packed, None, runtime, 1.0 if fold else factor)
+        biases = [
+            load_tensor(tensors, f"{name}.bias", (size,), torch.float32).numpy()
+            for name, size in zip(names, out_features, strict=True)
+            if bias
+        ]
+        return cls(packed, runtime, np.concatenate(biases) if bias else None, 1.0 if fold else factor)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The product, with the factor and the bias."""
-        if self.weight is None:
-            y = self._multiply(x)
-            return y if self.bias is None else y.add_(self.bias)
-        if x.dim() == 2 and x.shape[0] == 1 and self.weight.numel() >= MATRIX_VECTOR_ELEMENTS:
-            y = torch.mv(self.weight, x[0])[None]
-            return y if self.bias is None else y + self.bias
-        return F.linear(x, self.weight, self.bias)
+        return torch.from_numpy(self.product(x.contiguous().numpy()))
 
-    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        assert self._runtime is not None
-        rows = x.contiguous().numpy()
-        products = [torch.from_numpy(part.multiply(self._runtime, rows)) for part in self._parts]
-        y = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
-        return y if self._factor == 1.0 else y.mul_(self._factor)
+    def product(self, x: F32) -> F32:
+        """The same of an array: what consecutive layers hand to each other without a tensor between them."""
+        products = [weight.multiply(self._runtime, x) for weight in self.weights]
+        y = products[0] if len(products) == 1 else np.concatenate(products, axis=1)
+        if self._factor != 1.0:
+            y *= self._factor
+        if self.bias is not None:
+            y += self.bias
+        return y
+
+
+def _stored(tensors: HostTensors, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """FP8 with its scales and BF16 as they are; everything else in float32, which holds F16 exactly."""
+    weight, scales = tensors.stored_linear(name)
+    if not weight.is_floating_point():
+        raise CheckpointError(f"{name}.weight: got {weight.dtype}, expected a floating type")
+    return weight if scales is not None or weight.dtype == torch.bfloat16 else weight.float(), scales
 
 
 def _joinable(
     stored: Sequence[tuple[torch.Tensor, torch.Tensor | None]], out_features: Sequence[int]
 ) -> bool:
-    """Whether weights of one type, one above the other, are one weight with scales of one kind."""
+    """Whether weights, one above the other, are one weight of one type with scales of one kind."""
+    if len({weight.dtype for weight, _ in stored}) > 1:
+        return False
     sizes = zip(stored, out_features, strict=True)
     by_row = [scales is None or tuple(scales.shape) == (size, 1) for (_, scales), size in sizes]
     # Blocks have to end where a weight does, but for the last one.
@@ -220,8 +204,16 @@ def _packed(
 class GatedMLP:
     """``down(silu(gate(x)) * up(x))``: a dense layer's MLP, and the shared expert.
 
+    Args:
+        tensors: Where the weights are.
+        prefix: The layer's name.
+        hidden_size: H.
+        intermediate_size: Rows of gate and up.
+        runtime: Computes.
+        output_gate: The layer, of one output, whose sigmoid the result is multiplied with, or None.
+
     Shapes:
-        x, y: [T, H]
+        x, y: [T, H] f32
     """
 
     def __init__(
@@ -230,22 +222,27 @@ class GatedMLP:
         prefix: str,
         hidden_size: int,
         intermediate_size: int,
-        dtype: torch.dtype,
-        runtime: LinearRuntime | None = None,
+        runtime: LinearRuntime,
+        output_gate: str | None = None,
     ) -> None:
         self.gate_up = Linear.load_joined(
             tensors,
             (f"{prefix}.gate_proj", f"{prefix}.up_proj"),
             (intermediate_size, intermediate_size),
             hidden_size,
-            dtype,
             runtime=runtime,
         )
         self.down = Linear.load(
-            tensors, f"{prefix}.down_proj", hidden_size, intermediate_size, dtype, runtime=runtime
+            tensors, f"{prefix}.down_proj", hidden_size, intermediate_size, runtime=runtime
+        )
+        self.output_gate = (
+            Linear.load(tensors, output_gate, 1, hidden_size, runtime=runtime) if output_gate else None
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The MLP's output, without the residual."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up))
+        rows = x.contiguous().numpy()
+        y = self.down.product(_native.silu_mul(self.gate_up.product(rows)))
+        if self.output_gate is not None:
+            _native.scale_by_sigmoid(y, self.output_gate.product(rows))
+        return torch.from_numpy(y)

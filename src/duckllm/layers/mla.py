@@ -84,7 +84,6 @@ class MLAttention:
         tensors: HostTensors,
         prefix: str,
         shape: MLAShape,
-        dtype: torch.dtype,
         runtime: LinearRuntime,
     ) -> None:
         s, self.runtime = shape, runtime
@@ -96,7 +95,7 @@ class MLAttention:
         self.q_a: Linear | None = None
         if s.q_lora_rank is not None:
             self.q_a = Linear.load(
-                tensors, f"{prefix}.q_a_proj", s.q_lora_rank, s.hidden_size, dtype, bias, runtime=runtime
+                tensors, f"{prefix}.q_a_proj", s.q_lora_rank, s.hidden_size, bias, runtime=runtime
             )
             self.q_a_norm = RMSNorm(tensors, f"{prefix}.q_a_layernorm", s.q_lora_rank, LATENT_NORM_EPS)
         # The factor on query-key products is linear, so the projection may have it.
@@ -105,12 +104,11 @@ class MLAttention:
             f"{prefix}.q_proj" if s.q_lora_rank is None else f"{prefix}.q_b_proj",
             s.num_heads * query_dim,
             s.q_lora_rank or s.hidden_size,
-            dtype,
             runtime=runtime,
             factor=s.scaling,
         )
         self.kv_a = Linear.load(
-            tensors, f"{prefix}.kv_a_proj_with_mqa", latent_dim, s.hidden_size, dtype, bias, runtime=runtime
+            tensors, f"{prefix}.kv_a_proj_with_mqa", latent_dim, s.hidden_size, bias, runtime=runtime
         )
         self.kv_a_norm = RMSNorm(tensors, f"{prefix}.kv_a_layernorm", s.kv_lora_rank, LATENT_NORM_EPS)
         self.o = Linear.load(
@@ -118,7 +116,6 @@ class MLAttention:
             f"{prefix}.o_proj",
             s.hidden_size,
             s.num_heads * s.v_head_dim,
-            dtype,
             bias,
             runtime=runtime,
         )
@@ -127,7 +124,6 @@ class MLAttention:
             f"{prefix}.kv_b_proj",
             s.num_heads * (s.qk_nope_head_dim + s.v_head_dim),
             s.kv_lora_rank,
-            dtype,
         ).view(s.num_heads, s.qk_nope_head_dim + s.v_head_dim, s.kv_lora_rank)
         self.key_up = HeadMatrices(kv_b[:, : s.qk_nope_head_dim], runtime)  # [heads, nope, kv_lora]
         self.value_up = HeadMatrices(kv_b[:, s.qk_nope_head_dim :].mT, runtime)  # [heads, kv_lora, v]
@@ -141,7 +137,6 @@ class MLAttention:
                 q_lora_rank=s.q_lora_rank,
                 rope_dim=s.qk_rope_head_dim,
                 shape=s.indexer,
-                dtype=dtype,
                 runtime=runtime,
             )
 

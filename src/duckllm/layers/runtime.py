@@ -18,6 +18,8 @@ from duckllm import _native
 from duckllm.errors import ConfigError
 from duckllm.weights.e4m3 import scale_shape
 
+F32 = npt.NDArray[np.float32]
+
 # Rows that the scratch memory holds; a longer step is taken by turns.
 PANEL_ROWS = 256
 # How long idle threads wait for the next layer before they sleep. Between two layers of a decode step lie
@@ -76,43 +78,46 @@ class PackedWeight:
 
     Args:
         records: Of ``_native.pack_linear``.
-        scales: Block scales, None for bf16.
+        scales: Block scales, None for bf16 and f32.
         row_scales: What the outputs are multiplied with, where the checkpoint has a scale for each row.
         out_features: N.
         in_features: K.
-        format: ``"bf16"``, ``"fp8"`` or ``"fp9"``.
+        format: ``"bf16"``, ``"f32"``, ``"fp8"`` or ``"fp9"``.
     """
 
     records: npt.NDArray[np.uint8]
-    scales: npt.NDArray[np.float32] | None
+    scales: F32 | None
     out_features: int
     in_features: int
     format: str
-    row_scales: npt.NDArray[np.float32] | None = None
+    row_scales: F32 | None = None
 
     @classmethod
     def pack(cls, weight: torch.Tensor, scales: torch.Tensor | None, fp8_format: str) -> PackedWeight:
         """Packs a stored weight.
 
         Shapes: weight: [N, K] float8_e4m3fn with scales f32, [ceil(N/128), ceil(K/128)] for blocks or [N, 1]
-            for rows, or bfloat16.
+            for rows, or bfloat16 or float32 without.
 
         Raises:
             ValueError: The weight holds NaN bytes of e4m3.
         """
         out_features, in_features = weight.shape
+        if weight.dtype == torch.float32:
+            values = weight.contiguous().numpy()
+            return cls(_native.pack_linear(values, "f32"), None, out_features, in_features, "f32")
         if scales is None:
             words = weight.contiguous().view(torch.int16).numpy().view(np.uint16)
             return cls(_native.pack_linear(words, "bf16"), None, out_features, in_features, "bf16")
         codes = weight.contiguous().view(torch.uint8).numpy()
-        records, values = _native.pack_linear(codes, fp8_format), scales.contiguous().numpy()
+        records, factors = _native.pack_linear(codes, fp8_format), scales.contiguous().numpy()
         blocks = scale_shape(out_features, in_features)
-        if values.shape == blocks:
-            return cls(records, values, out_features, in_features, fp8_format)
+        if factors.shape == blocks:
+            return cls(records, factors, out_features, in_features, fp8_format)
         ones = np.ones(blocks, np.float32)
-        return cls(records, ones, out_features, in_features, fp8_format, values[:, 0])
+        return cls(records, ones, out_features, in_features, fp8_format, factors[:, 0])
 
-    def multiply(self, runtime: LinearRuntime, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def multiply(self, runtime: LinearRuntime, x: F32) -> F32:
         """``x W^T``: [T, K] to [T, N]."""
         y = runtime.native.run(self.records, self.scales, self.out_features, self.in_features, self.format, x)
         return y if self.row_scales is None else np.multiply(y, self.row_scales, out=y)

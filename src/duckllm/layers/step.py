@@ -16,13 +16,13 @@ from duckllm import _native
 LayerCache = tuple[torch.Tensor, ...]
 
 
-def new_layer_cache(widths: Sequence[int], max_tokens: int, dtype: torch.dtype) -> LayerCache:
+def new_layer_cache(widths: Sequence[int], max_tokens: int) -> LayerCache:
     """An empty cache of one layer; memory is taken by the system only as it is written.
 
     Shapes:
         result: one tensor [max_tokens, width] for each width
     """
-    return tuple(torch.empty(max_tokens, width, dtype=dtype) for width in widths)
+    return tuple(torch.empty(max_tokens, width) for width in widths)
 
 
 @dataclass(frozen=True)

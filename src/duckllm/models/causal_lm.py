@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from duckllm.layers.gqa import GQAShape, GQAttention
-from duckllm.layers.linear import GatedMLP, Linear, load_tensor, load_weight
+from duckllm.layers.linear import GatedMLP, Linear, load_tensor
 from duckllm.layers.mla import MLAShape, MLAttention
 from duckllm.layers.norm import RMSNorm
 from duckllm.layers.rope import RotaryTable
@@ -52,71 +52,63 @@ class MoEBlock:
         layer: int,
         config: ModelConfig,
         experts: ExpertExecutor,
-        dtype: torch.dtype,
         runtime: LinearRuntime,
     ) -> None:
         self.layer, self.experts = layer, experts
-        self.router = _load_router(tensors, f"{prefix}.gate", config)
+        self.router = _load_router(tensors, f"{prefix}.gate", config, runtime)
         self.shared: GatedMLP | None = None
-        self.shared_gate: torch.Tensor | None = None
         if config.shared:
-            if config.shared.gate:
-                gate = f"{prefix}.{config.shared.gate}"
-                self.shared_gate = load_weight(tensors, gate, 1, config.hidden_size, dtype)
             self.shared = GatedMLP(
                 tensors,
                 f"{prefix}.{config.shared.name}",
                 config.hidden_size,
                 config.shared.intermediate_size,
-                dtype,
                 runtime,
+                f"{prefix}.{config.shared.gate}" if config.shared.gate else None,
             )
 
     def submit(self, x: torch.Tensor, lane: int, times: StepTimes) -> PendingMLP:
         """Sends the tokens [T, H] to their experts, and computes the shared one."""
-        pending = self.experts.submit(self.layer, x.float(), *self.router(x), lane)
+        pending = self.experts.submit(self.layer, x, *self.router(x), lane)
         times.lap("dispatch_s")
         shared = self.shared(x) if self.shared is not None else None
-        if shared is not None and self.shared_gate is not None:
-            shared.mul_(F.linear(x, self.shared_gate).sigmoid_())
         times.lap("dense_s")
-        return PendingMLP(pending, shared, x.dtype)
+        return PendingMLP(pending, shared)
 
 
 class PendingMLP:
     """The output of routed and shared experts, of which the first may still be on its way."""
 
-    def __init__(self, routed: PendingStep, shared: torch.Tensor | None, dtype: torch.dtype) -> None:
-        self._routed, self._shared, self._dtype = routed, shared, dtype
+    def __init__(self, routed: PendingStep, shared: torch.Tensor | None) -> None:
+        self._routed, self._shared = routed, shared
 
     def wait(self, times: StepTimes) -> torch.Tensor:
         """The output for tokens [T, H], without the residual."""
-        routed = self._routed.wait().to(self._dtype)
+        routed = self._routed.wait()
         times.lap("wait_s")
         return routed if self._shared is None else self._shared.add_(routed)
 
 
 def _load_router(
-    tensors: HostTensors, prefix: str, config: ModelConfig
+    tensors: HostTensors, prefix: str, config: ModelConfig, runtime: LinearRuntime
 ) -> GroupLimitedRouter | SoftmaxRouter:
-    shape = (config.num_experts, config.hidden_size)
-    weight = load_tensor(tensors, f"{prefix}.weight", shape, torch.float32)
+    gate = Linear.load(tensors, prefix, config.num_experts, config.hidden_size, runtime=runtime).product
     if isinstance(config.routing, SoftmaxRouting):
-        return SoftmaxRouter(weight, config.routing)
-    bias = load_tensor(tensors, f"{prefix}.e_score_correction_bias", shape[:1], torch.float32)
-    return GroupLimitedRouter(weight, bias, config.routing)
+        return SoftmaxRouter(gate, config.routing)
+    shape = (config.num_experts,)
+    bias = load_tensor(tensors, f"{prefix}.e_score_correction_bias", shape, torch.float32)
+    return GroupLimitedRouter(gate, bias, config.routing)
 
 
 def _load_attention(
     tensors: HostTensors,
     prefix: str,
     shape: MLAShape | GQAShape,
-    dtype: torch.dtype,
     runtime: LinearRuntime,
 ) -> MLAttention | GQAttention:
     if isinstance(shape, GQAShape):
-        return GQAttention(tensors, prefix, shape, dtype, runtime)
-    return MLAttention(tensors, prefix, shape, dtype, runtime)
+        return GQAttention(tensors, prefix, shape, runtime)
+    return MLAttention(tensors, prefix, shape, runtime)
 
 
 class DecoderLayer:
@@ -128,20 +120,17 @@ class DecoderLayer:
         layer: int,
         config: ModelConfig,
         experts: ExpertExecutor,
-        dtype: torch.dtype,
         runtime: LinearRuntime,
     ) -> None:
         prefix = f"model.layers.{layer}"
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_norm = RMSNorm(tensors, f"{prefix}.input_layernorm", size, eps)
-        self.attention = _load_attention(
-            tensors, f"{prefix}.self_attn", config.attention[layer], dtype, runtime
-        )
+        self.attention = _load_attention(tensors, f"{prefix}.self_attn", config.attention[layer], runtime)
         self.mlp_norm = RMSNorm(tensors, f"{prefix}.post_attention_layernorm", size, eps)
         self.mlp: MoEBlock | GatedMLP = (
-            MoEBlock(tensors, f"{prefix}.{config.moe_block}", layer, config, experts, dtype, runtime)
+            MoEBlock(tensors, f"{prefix}.{config.moe_block}", layer, config, experts, runtime)
             if config.is_moe_layer[layer]
-            else GatedMLP(tensors, f"{prefix}.mlp", size, config.intermediate_size, dtype, runtime)
+            else GatedMLP(tensors, f"{prefix}.mlp", size, config.intermediate_size, runtime)
         )
 
     def advance(self, lane: Lane, cache: LayerCache, times: StepTimes) -> None:
@@ -184,7 +173,7 @@ class Lane:
 
 
 class CausalLM:
-    """The host's part of a model.
+    """The host's part of a model, in float32.
 
     Args:
         config: The checked configuration.
@@ -206,18 +195,17 @@ class CausalLM:
         max_tokens: int,
     ) -> None:
         self.config, self.max_tokens = config, max_tokens
-        dtype = self.dtype = torch.float32  # of weights and activations, unless a layer packs its weights
         vocabulary = (config.vocab_size, config.hidden_size)
         self.runtime = runtime = linear_runtime(config)
         # As it is stored: of each token one row is read, and converted then.
         self.embedding = load_tensor(tensors, "model.embed_tokens.weight", vocabulary, None)
         self.layers = [
-            DecoderLayer(tensors, layer, config, experts, dtype, runtime)
+            DecoderLayer(tensors, layer, config, experts, runtime)
             for layer in range(config.num_hidden_layers)
         ]
         self.norm = RMSNorm(tensors, "model.norm", config.hidden_size, config.rms_norm_eps)
         head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-        self.head = Linear.load(tensors, head, *vocabulary, dtype, runtime=runtime)
+        self.head = Linear.load(tensors, head, *vocabulary, runtime=runtime)
         self.rotary = RotaryTable(config.rotary.inv_freq, config.rotary.attention_scaling, max_tokens)
 
     def new_kv_cache(self, max_tokens: int) -> list[LayerCache]:
@@ -226,13 +214,11 @@ class CausalLM:
         Shapes:
             result: for each layer the tensors that its attention keeps, each [max_tokens, width]
         """
-        return [
-            new_layer_cache(shape.cache_widths, max_tokens, self.dtype) for shape in self.config.attention
-        ]
+        return [new_layer_cache(shape.cache_widths, max_tokens) for shape in self.config.attention]
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The embeddings of tokens: [T] int64 to [T, H]."""
-        return F.embedding(token_ids, self.embedding).to(self.dtype)
+        return F.embedding(token_ids, self.embedding).float()
 
     def step_context(self, sequences: Sequence[SequenceStep]) -> StepContext:
         """What the layers share of a step: the contexts, and the rotations of their tokens' positions."""
@@ -303,4 +289,4 @@ class CausalLM:
         Shapes:
             hidden: [T, H] from :meth:`forward`; result: [T, V] f32
         """
-        return self.head(hidden).float()
+        return self.head(hidden)

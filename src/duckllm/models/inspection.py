@@ -256,7 +256,7 @@ def _is_scale(name: str) -> bool:
 
 def _loaded_bytes(info: TensorInfo, part: str) -> int:
     """What a CPU host keeps of a tensor: native layouts of FP8 and BF16 matrices, everything else as f32."""
-    is_matrix = len(info.shape) == 2 and part not in ("router", "norms")
+    is_matrix = len(info.shape) == 2 and part != "norms"
     # MLA multiplies with both halves of this one itself, in f32.
     if part == "embedding" or (
         is_matrix and info.dtype in (FP8, "BF16") and not info.name.endswith("kv_b_proj.weight")

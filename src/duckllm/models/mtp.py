@@ -71,15 +71,13 @@ class MTPLayer:
         self._shape = draft_attention(config)
         self.embedding_norm = RMSNorm(tensors, f"{prefix}.enorm", size, eps)
         self.hidden_norm = RMSNorm(tensors, f"{prefix}.hnorm", size, eps)
-        self.projection = Linear.load(
-            tensors, f"{prefix}.eh_proj", size, 2 * size, model.dtype, runtime=model.runtime
-        )
+        self.projection = Linear.load(tensors, f"{prefix}.eh_proj", size, 2 * size, runtime=model.runtime)
         extended = replace(
             config,
             attention=(*config.attention, self._shape),
             is_moe_layer=(*config.is_moe_layer, True),
         )
-        self.layer = DecoderLayer(tensors, layer, extended, experts, model.dtype, model.runtime)
+        self.layer = DecoderLayer(tensors, layer, extended, experts, model.runtime)
         self.norm = RMSNorm(tensors, f"{prefix}.shared_head.norm", size, eps)
 
     def new_kv_cache(self, max_tokens: int) -> LayerCache:
@@ -88,7 +86,7 @@ class MTPLayer:
         Shapes:
             result: the tensors that the layer's attention keeps, each [max_tokens, width]
         """
-        return new_layer_cache(self._shape.cache_widths, max_tokens, self.model.dtype)
+        return new_layer_cache(self._shape.cache_widths, max_tokens)
 
     @torch.inference_mode()
     def forward(
