@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from duckllm.engine.cache_size import GIB, HOST_PROCESS_BYTES, WORKER_PROCESS_BYTES
 from duckllm.errors import ConfigError
 from duckllm.models.inspection import Inspection, inspect_model
-from duckllm.plan import GIB, SYSTEM_BYTES, WORKER_PROCESS_BYTES, ClusterPlan, fewest_nodes, plan_cluster
+from duckllm.plan import SYSTEM_BYTES, ClusterPlan, fewest_nodes, plan_cluster
 
 ROOT = Path(__file__).parents[1]
 STRIPES = 8  # of the demo model
@@ -57,9 +58,31 @@ def test_it_fits_to_the_byte(model: Inspection) -> None:
 
 def test_the_host_holds_weights_and_cache(model: Inspection) -> None:
     made = plan(model, 4 * GIB)
-    assert made.kv_cache_bytes == 100 * 4 * model.cache_elements_per_token
-    assert made.host_weight_bytes == sum(part.loaded_bytes for part in model.parts)
-    assert made.host_bytes > made.kv_cache_bytes + made.host_weight_bytes
+    host = made.host.memory
+    assert host.cache_tokens == 112  # whole pages
+    assert host.cache_bytes == 112 * 4 * model.cache_elements_per_token
+    assert host.weight_bytes == sum(part.loaded_bytes for part in model.parts)
+    assert host.need_bytes == host.cache_bytes + host.weight_bytes + HOST_PROCESS_BYTES
+    assert made.host.have_bytes is None
+
+
+def test_a_hosts_cache_is_what_it_takes_at_the_start(model: Inspection) -> None:
+    rest = {"model": model, "memory_bytes": [4 * GIB], **REST}
+    made = plan_cluster(**rest, host_bytes=2 * GIB).host
+    free = GIB - made.memory.weight_bytes - HOST_PROCESS_BYTES
+    assert made.have_bytes == GIB
+    assert made.memory.cache_tokens == 64 * 112  # as many contexts as requests
+    made = plan_cluster(**{**rest, "max_model_len": 4096}, host_bytes=2 * GIB).host
+    assert 0 <= free // 4 - made.memory.cache_bytes < 16 * 4 * model.cache_elements_per_token
+    with pytest.raises(ConfigError, match=r"memory: got 0\.25 GiB available, expected at least 0\.38"):
+        plan_cluster(**rest, host_bytes=GIB + GIB // 4)
+
+
+def test_the_layer_that_drafts_is_counted_everywhere(model: Inspection) -> None:
+    plain, drafting = (plan_cluster(model, [4 * GIB], **REST, drafts=drafts) for drafts in (False, True))
+    assert drafting.nodes[0].weight_bytes * 5 == plain.nodes[0].weight_bytes * 6
+    assert drafting.host.memory.weight_bytes - plain.host.memory.weight_bytes == model.draft_bytes > 0
+    assert drafting.host.memory.cache_bytes * 6 == plain.host.memory.cache_bytes * 7
 
 
 def test_the_fewest_nodes_are_found(model: Inspection) -> None:
@@ -96,11 +119,16 @@ def test_the_readmes_table_is_what_plan_says(row: tuple[str, ...]) -> None:
     for text, gib in zip(nodes.split(" | "), (8, 16, 32, 64), strict=True):
         try:
             made = fewest_nodes(
-                model, gib * GIB, weight_format="fp8", max_model_len=8192, max_step_tokens=256
+                model,
+                gib * GIB,
+                weight_format="fp8",
+                max_model_len=8192,
+                max_step_tokens=256,
+                drafts=model.num_mtp_layers > 0,
             )
         except ConfigError:
             assert text == "-"
             continue
         assert text == f"{len(made.nodes)} ({made.nodes[0].need_bytes / GIB:.1f})"
     assert f"{made.read_bytes / 1e9:.2f}" == read
-    assert f"{made.host_bytes / GIB:.1f}" == host
+    assert f"{made.host.memory.need_bytes / GIB:.1f}" == host

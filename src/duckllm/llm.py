@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from duckllm.assembly import CacheLimits, ClusterInfo, begin_workers, build_engine
 from duckllm.config import MAX_THREADS, MAX_WORKERS, ClusterConfig, StepConfig
 from duckllm.conversation import Conversation
-from duckllm.engine.cache_size import HostMemory
+from duckllm.engine.cache_size import DEFAULT_MAX_NUM_SEQS, HostMemory
 from duckllm.errors import CheckpointError, ConfigError, InWords, RequestError
 from duckllm.models.registry import open_model
 from duckllm.outputs import EngineMetrics, RequestOutput, StreamOutput
@@ -93,7 +93,7 @@ class LLM:
         kv_memory_bytes: int = 0,
         kv_disk_dir: str | Path | None = None,
         kv_disk_bytes: int | None = None,
-        max_num_seqs: int = 64,
+        max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
         host_threads: int = 0,
         draft: str = "auto",
         draft_tokens: int = 1,

@@ -10,21 +10,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from duckllm.cluster.plan import WorkerPlan
+from duckllm.engine.cache_size import (
+    DEFAULT_MAX_NUM_SEQS,
+    GIB,
+    WORKER_PROCESS_BYTES,
+    HostMemory,
+    host_needs,
+    plan_host,
+)
 from duckllm.errors import ConfigError, InWords
 from duckllm.models.inspection import Inspection
 from duckllm.moe.placement import plan_slices
 from duckllm.weights.formats import unit_bytes
 from duckllm.worker.scratch import scratch_bytes
 
-GIB = 1 << 30
 # What a node's system keeps for itself.
 SYSTEM_BYTES = GIB
-# A process before it has loaded anything: a worker (Python, NumPy, the native module), a host (and PyTorch).
-WORKER_PROCESS_BYTES, HOST_PROCESS_BYTES = 50_000_000, 400_000_000
 # Eight bytes of page table for each page of 4 KiB.
 _PAGES_SHARE = 512
 _THREADS = 4
-_F32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -57,29 +61,36 @@ class NodePlan:
 
 
 @dataclass(frozen=True)
+class HostPlan:
+    """The host, whose memory may be unknown.
+
+    Args:
+        memory: What the host's memory goes to; with as much KV cache as it takes at the start, or one context
+            where its size is unknown.
+        have_bytes: Its memory without what its system keeps; None where that is unknown.
+    """
+
+    memory: HostMemory
+    have_bytes: int | None
+
+
+@dataclass(frozen=True)
 class ClusterPlan:
     """A model spread over nodes.
 
     Args:
         weight_format: Format of the experts.
-        max_model_len: Tokens that the KV cache holds.
         nodes: The workers, in order.
-        host_weight_bytes: What the host keeps of the model.
-        kv_cache_bytes: The KV cache for ``max_model_len`` tokens, f32.
+        host: The host.
+        drafts: Whether the layer that guesses tokens ahead is counted.
         read_bytes: Bytes of experts that one token reads, over all workers.
     """
 
     weight_format: str
-    max_model_len: int
     nodes: tuple[NodePlan, ...]
-    host_weight_bytes: int
-    kv_cache_bytes: int
+    host: HostPlan
+    drafts: bool
     read_bytes: int
-
-    @property
-    def host_bytes(self) -> int:
-        """All that the host takes."""
-        return self.host_weight_bytes + self.kv_cache_bytes + HOST_PROCESS_BYTES
 
     @property
     def fits(self) -> bool:
@@ -94,6 +105,8 @@ def plan_cluster(
     weight_format: str,
     max_model_len: int,
     max_step_tokens: int,
+    drafts: bool = False,
+    host_bytes: int | None = None,
 ) -> ClusterPlan:
     """The model on nodes of these sizes; shares follow what each node has left for weights.
 
@@ -101,33 +114,52 @@ def plan_cluster(
         model: The model.
         memory_bytes: Memory of each node, as it was bought.
         weight_format: ``"fp9"`` or ``"fp8"``.
-        max_model_len: Tokens of the KV cache.
+        max_model_len: Most tokens of a context.
         max_step_tokens: Most tokens in one step.
+        drafts: Whether tokens are guessed ahead, by a layer more.
+        host_bytes: Memory of the host, as it was bought; None where that is open.
 
     Raises:
-        ConfigError: More nodes than stripes, or no node.
+        ConfigError: More nodes than stripes, or no node; or the host does not hold its weights and a context.
     """
     have = [max(1, size - SYSTEM_BYTES) for size in memory_bytes]
     slices = plan_slices(model.num_stripes, len(have), None if len(set(have)) == 1 else have)
-    stripe_bytes = model.stripe_bytes(weight_format)
+    stripe_bytes = model.stripe_bytes(weight_format, drafts=drafts)
     nodes = tuple(
         NodePlan(
             worker,
             part.num_stripes,
             part.num_stripes * stripe_bytes,
-            _buffer_bytes(model, part.num_stripes, weight_format, max_step_tokens),
+            _buffer_bytes(model, part.num_stripes, weight_format, max_step_tokens, drafts),
             have[worker],
         )
         for worker, part in enumerate(slices)
     )
     return ClusterPlan(
         weight_format,
-        max_model_len,
         nodes,
-        sum(part.loaded_bytes for part in model.parts),
-        model.cache_elements_per_token * _F32_BYTES * max_model_len,
+        _plan_host(model, drafts, max_model_len, host_bytes),
+        drafts,
         model.expert_read_bytes(weight_format),
     )
+
+
+def _plan_host(model: Inspection, drafts: bool, max_model_len: int, memory_bytes: int | None) -> HostPlan:
+    have_bytes = None if memory_bytes is None else max(0, memory_bytes - SYSTEM_BYTES)
+    unknown = 1 << 62
+    needs = host_needs(
+        model,
+        drafts=drafts,
+        weight_format=None,
+        num_workers=0,
+        available_bytes=unknown if have_bytes is None else have_bytes,
+        total_bytes=unknown if memory_bytes is None else memory_bytes,
+    )
+    one_context = needs.context_bytes(max_model_len) if have_bytes is None else None
+    memory = plan_host(
+        needs, max_model_len=max_model_len, cache_bytes=one_context, max_num_seqs=DEFAULT_MAX_NUM_SEQS
+    )
+    return HostPlan(memory, have_bytes)
 
 
 def fewest_nodes(
@@ -137,6 +169,8 @@ def fewest_nodes(
     weight_format: str,
     max_model_len: int,
     max_step_tokens: int,
+    drafts: bool = False,
+    host_bytes: int | None = None,
 ) -> ClusterPlan:
     """The plan with the fewest equal nodes that fit; arguments as :func:`plan_cluster` has them.
 
@@ -150,6 +184,8 @@ def fewest_nodes(
             weight_format=weight_format,
             max_model_len=max_model_len,
             max_step_tokens=max_step_tokens,
+            drafts=drafts,
+            host_bytes=host_bytes,
         )
         if plan.fits:
             return plan
@@ -161,7 +197,9 @@ def fewest_nodes(
     )
 
 
-def _buffer_bytes(model: Inspection, num_stripes: int, weight_format: str, max_step_tokens: int) -> int:
+def _buffer_bytes(
+    model: Inspection, num_stripes: int, weight_format: str, max_step_tokens: int, drafts: bool
+) -> int:
     layout = model.layout
     plan = WorkerPlan(
         model_hash="",
@@ -179,5 +217,5 @@ def _buffer_bytes(model: Inspection, num_stripes: int, weight_format: str, max_s
         folder="",
         max_step_tokens=max_step_tokens,
     )
-    tables = num_stripes * model.stripe_bytes(weight_format) // _PAGES_SHARE
+    tables = num_stripes * model.stripe_bytes(weight_format, drafts=drafts) // _PAGES_SHARE
     return WORKER_PROCESS_BYTES + tables + scratch_bytes(plan, max_step_tokens, _THREADS)

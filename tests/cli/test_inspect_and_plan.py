@@ -62,6 +62,19 @@ def test_plan_gives_uneven_nodes_uneven_shares(demo_folder: Path) -> None:
     assert re.search(r"^2 +2 ", text, re.MULTILINE)
 
 
+def test_plan_sizes_the_hosts_cache_as_a_start_does(demo_folder: Path) -> None:
+    arguments = ("plan", demo_folder, "--max-model-len", "1024")
+    open_host = json.loads(run(*arguments, "--json"))
+    assert (open_host["host"]["kv_cache_tokens"], open_host["host"]["have_bytes"]) == (1024, None)
+    assert open_host["drafts"] is True
+    facts = json.loads(run(*arguments, "--host-memory", "3", "--json"))
+    assert facts["host"]["kv_cache_tokens"] == 64 * 1024
+    assert facts["host"]["kv_cache_bytes"] == 64 * 1024 * 4 * 7 * (64 + 16 + 32)
+    assert facts["host"]["have_bytes"] == 2 << 30
+    text = run(*arguments, "--host-memory", "3", "--draft", "off")
+    assert "0.16 GiB of KV cache for 65536 tokens, the process itself; it has 2.00 GiB" in text
+
+
 def test_plan_that_does_not_fit_shows_its_table_and_is_refused(demo_folder: Path) -> None:
     result = CliRunner().invoke(app, ["plan", str(demo_folder), "--workers", "2", "--memory", "1.01"])
     assert isinstance(result.exception, ConfigError)
@@ -86,6 +99,10 @@ def test_plan_that_does_not_fit_shows_its_table_and_is_refused(demo_folder: Path
         (["--max-step-tokens", "65537"], "max_step_tokens: got 65537, expected a number from 1 to 65536"),
         (["--format", "int4"], "format: got 'int4', expected one of fp9, fp8"),
         (["--max-model-len", "9999"], "max_model_len: got 9999, expected 1 to 4096, the model's longest"),
+        (["--host-memory", "much"], "host_memory: got 'much', expected GiB"),
+        (["--host-memory", "4,4"], "host_memory: got '4,4', expected GiB of one host"),
+        (["--host-memory", "1.2"], "memory: got 0.20 GiB available, expected at least 0.4"),
+        (["--draft", "on"], "draft: got 'on', expected auto or off"),
         (["--max-step-tokens", "0"], "max_step_tokens: got 0"),
     ],
 )

@@ -41,12 +41,22 @@ def plan(
         str,
         typer.Option("--format", help="Format of the experts: fp9 or fp8; by default the model's, or fp9."),
     ] = "",
-    max_model_len: Annotated[
-        int | None,
+    host_memory: Annotated[
+        str | None,
         typer.Option(
-            help=f"Tokens of the KV cache; {_DEFAULT_CONTEXT} or the model's most.", show_default=False
+            help="Memory of the host in GiB, of which its KV cache takes as much as at a start; by default "
+            "one context is counted.",
+            show_default=False,
         ),
     ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(help=f"Tokens of a context; {_DEFAULT_CONTEXT} or the model's most", show_default=False),
+    ] = None,
+    draft: Annotated[
+        str,
+        typer.Option(help="auto counts the layer that guesses tokens ahead if there is one, off does not."),
+    ] = "auto",
     max_step_tokens: Annotated[int, typer.Option(help="Most tokens in one step.")] = 256,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.")] = False,
 ) -> None:
@@ -59,7 +69,10 @@ def plan(
     from duckllm.plan import fewest_nodes, plan_cluster
     from duckllm.weights.resolve import find_model
 
-    sizes = _parse_memory(memory)
+    sizes = _parse_memory("memory", memory)
+    host_bytes = None if host_memory is None else _parse_memory("host_memory", host_memory)[0]
+    if draft not in ("auto", "off"):
+        raise ConfigError("draft", draft, "auto or off")
     if len(sizes) > 1 and workers not in (None, len(sizes)):
         raise ConfigError("workers", workers, f"{len(sizes)}, as memory lists as many nodes")
     for field, value, most in (
@@ -75,22 +88,17 @@ def plan(
     length = min(_DEFAULT_CONTEXT, longest) if max_model_len is None else max_model_len
     if not 1 <= length <= longest:
         raise ConfigError("max_model_len", length, f"1 to {longest}, the model's longest context")
+    options: dict[str, Any] = {
+        "weight_format": chosen,
+        "max_model_len": length,
+        "max_step_tokens": max_step_tokens,
+        "drafts": draft == "auto" and found.num_mtp_layers > 0,
+        "host_bytes": host_bytes,
+    }
     if len(sizes) == 1 and workers is None:
-        made = fewest_nodes(
-            found,
-            sizes[0],
-            weight_format=chosen,
-            max_model_len=length,
-            max_step_tokens=max_step_tokens,
-        )
+        made = fewest_nodes(found, sizes[0], **options)
     else:
-        made = plan_cluster(
-            found,
-            sizes if len(sizes) > 1 else sizes * (workers or 1),
-            weight_format=chosen,
-            max_model_len=length,
-            max_step_tokens=max_step_tokens,
-        )
+        made = plan_cluster(found, sizes if len(sizes) > 1 else sizes * (workers or 1), **options)
     facts = facts_of(str(found.folder), made)
     print(json.dumps(facts) if as_json else describe(facts))
     if not made.fits:
@@ -104,11 +112,13 @@ def plan(
         )
 
 
-def _parse_memory(text: str) -> list[int]:
+def _parse_memory(field: str, text: str) -> list[int]:
     parts = [_SIZE.fullmatch(part.strip()) for part in text.split(",")]
     sizes = [float(match.group(1)) for match in parts if match is not None]
     if len(sizes) != len(parts) or not all(sizes):
-        raise ConfigError("memory", text, "GiB of a node, or of each: 16 or 16,16,32")
+        raise ConfigError(field, text, "GiB of a node, or of each: 16 or 16,16,32")
+    if field == "host_memory" and len(sizes) > 1:
+        raise ConfigError(field, text, "GiB of one host")
     return [int(size * _GIB) for size in sizes]
 
 
@@ -121,16 +131,20 @@ def _parse_format(asked: str, held: str | None) -> str:
 
 def facts_of(path: str, plan: ClusterPlan) -> dict[str, Any]:
     """The plan as plain values."""
+    host = plan.host.memory
     return {
         "model": path,
         "format": plan.weight_format,
-        "max_model_len": plan.max_model_len,
+        "max_model_len": host.max_model_len,
+        "drafts": plan.drafts,
         "fits": plan.fits,
         "expert_bytes_per_token": plan.read_bytes,
         "host": {
-            "weight_bytes": plan.host_weight_bytes,
-            "kv_cache_bytes": plan.kv_cache_bytes,
-            "need_bytes": plan.host_bytes,
+            "weight_bytes": host.weight_bytes,
+            "kv_cache_bytes": host.cache_bytes,
+            "kv_cache_tokens": host.cache_tokens,
+            "need_bytes": host.need_bytes,
+            "have_bytes": plan.host.have_bytes,
         },
         "workers": [
             {
@@ -172,10 +186,11 @@ def describe(facts: dict[str, Any]) -> str:
         )
         lines.append(f"{name:<12}{row['stripes']:>10}{cells}" + ("" if row["fits"] else "  too little"))
     host = facts["host"]
+    have = "" if host["have_bytes"] is None else f"; it has {host['have_bytes'] / _GIB:.2f} GiB"
     lines += [
         "",
         f"host: {host['need_bytes'] / _GIB:.2f} GiB: {host['weight_bytes'] / _GIB:.2f} GiB of weights, "
-        f"{host['kv_cache_bytes'] / _GIB:.2f} GiB of KV cache for {facts['max_model_len']} tokens, "
-        "the process itself",
+        f"{host['kv_cache_bytes'] / _GIB:.2f} GiB of KV cache for {host['kv_cache_tokens']} tokens, "
+        "the process itself" + have,
     ]
     return "\n".join(lines)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 PAGE_TOKENS = 16
 GIB = 1 << 30
+DEFAULT_MAX_NUM_SEQS = 64
 # A process before it has loaded anything: a worker (Python, NumPy, the native module), a host (and PyTorch).
 WORKER_PROCESS_BYTES, HOST_PROCESS_BYTES = 50_000_000, 400_000_000
 # Of what weights leave free, the KV cache takes this part unless it is told otherwise ...
@@ -122,11 +123,9 @@ def host_needs(
         tier_bytes: Memory for what leaves the KV cache.
     """
     elements = model.cache_elements_per_token + (model.draft_cache_elements if drafts else 0)
-    num_layers = model.num_moe_layers + drafts
-    layer_bytes = model.expert_bytes(weight_format) // model.num_moe_layers if weight_format else 0
     return HostNeeds(
         weight_bytes=sum(part.loaded_bytes for part in model.parts) + (model.draft_bytes if drafts else 0),
-        expert_bytes=num_layers * layer_bytes,
+        expert_bytes=model.expert_bytes(weight_format, drafts=drafts) if weight_format else 0,
         process_bytes=HOST_PROCESS_BYTES + num_workers * WORKER_PROCESS_BYTES,
         token_bytes=4 * elements,
         longest=model.max_position_embeddings,

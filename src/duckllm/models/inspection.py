@@ -123,14 +123,14 @@ class Inspection:
         host = sum(part.num_weights for part in self.parts if part.name not in (MTP, "embedding"))
         return host + self.num_moe_layers * self.layout.num_experts_per_tok * self.expert_weights
 
-    def stripe_bytes(self, weight_format: str) -> int:
-        """Bytes of one stripe of every expert of every layer that a token passes."""
+    def stripe_bytes(self, weight_format: str, *, drafts: bool = False) -> int:
+        """Bytes of one stripe of every expert of every layer that a token passes, or of one layer more."""
         unit = unit_bytes(self.layout.hidden_size, weight_format, self.scale_layout)
-        return self.num_moe_layers * self.layout.num_experts * unit
+        return (self.num_moe_layers + drafts) * self.layout.num_experts * unit
 
-    def expert_bytes(self, weight_format: str) -> int:
+    def expert_bytes(self, weight_format: str, *, drafts: bool = False) -> int:
         """Bytes of all experts that the workers hold."""
-        return self.num_stripes * self.stripe_bytes(weight_format)
+        return self.num_stripes * self.stripe_bytes(weight_format, drafts=drafts)
 
     def expert_read_bytes(self, weight_format: str) -> int:
         """Bytes of experts that one token reads, over all workers."""
