@@ -8,7 +8,7 @@ The program
    conversation whose beginning is in the KV cache gives the tokens of one computed from its first token,
 2. measures 1, 8 and 64 requests at a time, each with a reply of ``--tokens`` tokens: tokens a second over all
    of them, beside that many times the speed of one alone, which is the ceiling where every request costs
-   nothing more,
+   nothing more; and the longest that one waited, for its first token and between two tokens,
 3. measures a conversation of ``--turns`` turns: time to the first token of each turn with what was computed
    kept, and with an empty cache, in turns within the same round,
 4. prints one JSON line.
@@ -26,7 +26,6 @@ import time
 from duckllm import LLM, SamplingParams
 from duckllm.bench.machine import commit, cpu_name
 from duckllm.config import available_cores
-from duckllm.engine.kv_cache import KvCache
 from duckllm.weights.resolve import resolve_model
 
 BATCHES = (1, 8, 64)
@@ -57,13 +56,6 @@ def questions(count: int, start: int = 0) -> list[str]:
     ]
 
 
-def use(llm: LLM, cache: KvCache) -> KvCache:
-    """Computes with this KV cache from now on; the one before it. No request may be under way."""
-    before = llm._engine.kv_cache
-    llm._engine.kv_cache = llm._engine.scheduler.kv_cache = cache
-    return before
-
-
 def verify(llm: LLM, params: SamplingParams) -> None:
     prompts = [[user(text)] for text in questions(8)]
     alone = []
@@ -75,27 +67,30 @@ def verify(llm: LLM, params: SamplingParams) -> None:
         raise SystemExit("requests computed together give other tokens than alone: nothing measured")
 
 
-def batch_tokens_per_s(llm: LLM, batch: int, params: SamplingParams) -> float:
+def ask_together(llm: LLM, batch: int, params: SamplingParams) -> tuple[float, float, float]:
+    """Tokens a second over all requests, the longest wait for a first token and between two, seconds."""
     llm._engine.kv_cache.clear()
     start = time.perf_counter()
     outputs = llm.chat([[user(text)] for text in questions(batch)], params)
     seconds = time.perf_counter() - start
-    return sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    firsts = [output.metrics.time_to_first_token_s or 0.0 for output in outputs]
+    gaps = [output.metrics.inter_token_p99_s or 0.0 for output in outputs]
+    return num_tokens / seconds, max(firsts), max(gaps)
 
 
-def conversation(llm: LLM, turns: int, params: SamplingParams) -> list[tuple[int, float, float]]:
+def conversation(
+    llm: LLM, forgetful: LLM, turns: int, params: SamplingParams
+) -> list[tuple[int, float, float]]:
     """Of each turn: tokens of the prompt, and seconds to the first token with and without what was kept."""
     messages: list[dict[str, str]] = []
     figures = []
     llm._engine.kv_cache.clear()
-    other = KvCache(llm._engine.model.new_kv_cache, llm.max_model_len)
     for text in questions(turns):
         messages.append(user(text))
         output = llm.chat(messages, params)[0]
-        other.clear()
-        kept = use(llm, other)
-        anew = llm.chat(messages, params)[0]
-        use(llm, kept)
+        forgetful._engine.kv_cache.clear()
+        anew = forgetful.chat(messages, params)[0]
         if anew.outputs[0].token_ids != output.outputs[0].token_ids:
             raise SystemExit("a turn from the cache gives other tokens than one without: nothing measured")
         first, first_anew = output.metrics.time_to_first_token_s, anew.metrics.time_to_first_token_s
@@ -110,20 +105,29 @@ def main() -> None:
     arguments = parse_arguments()
     folder = resolve_model(arguments.model)
     params = SamplingParams(temperature=0, max_tokens=arguments.tokens, ignore_eos=True)
-    with LLM(folder, workers=arguments.workers) as llm:
+    with (
+        LLM(folder, workers=arguments.workers) as llm,
+        LLM(folder, workers=arguments.workers) as forgetful,
+    ):
         verify(llm, params)
         rounds = []
-        speeds: dict[int, list[float]] = {batch: [] for batch in BATCHES}
+        together: dict[int, list[tuple[float, float, float]]] = {batch: [] for batch in BATCHES}
         for _ in range(arguments.rounds):
             for batch in BATCHES:
-                speeds[batch].append(batch_tokens_per_s(llm, batch, params))
-            rounds.append(conversation(llm, arguments.turns, params))
+                together[batch].append(ask_together(llm, batch, params))
+            rounds.append(conversation(llm, forgetful, arguments.turns, params))
     print(f"{cpu_name()}, {available_cores()} cores, {arguments.workers} workers; verified")
-    print("requests  tok/s together  times one  of ceiling")
-    one = statistics.median(speeds[1])
-    batches = {batch: statistics.median(values) for batch, values in speeds.items()}
-    for batch, speed in batches.items():
-        print(f"{batch:8d} {speed:15.1f} {speed / one:10.2f} {speed / one / batch:11.1%}")
+    print("requests  tok/s together  times one  of ceiling  longest wait s: first token  between two")
+    batches = {
+        batch: [statistics.median(column) for column in zip(*own, strict=True)]
+        for batch, own in together.items()
+    }
+    one = batches[1][0]
+    for batch, (speed, first, gap) in batches.items():
+        print(
+            f"{batch:8d} {speed:15.1f} {speed / one:10.2f} {speed / one / batch:11.1%} {first:28.3f} "
+            f"{gap:12.3f}"
+        )
     print("turn  prompt tokens  first token ms: kept  anew")
     turns = []
     for turn, figures in enumerate(zip(*rounds, strict=True), 1):
@@ -138,7 +142,9 @@ def main() -> None:
         "workers": arguments.workers,
         "rounds": arguments.rounds,
         "tokens": arguments.tokens,
-        "tokens_per_s": {str(batch): round(speed, 1) for batch, speed in batches.items()},
+        "tokens_per_s": {str(batch): round(own[0], 1) for batch, own in batches.items()},
+        "longest_first_token_s": {str(batch): round(own[1], 4) for batch, own in batches.items()},
+        "longest_inter_token_s": {str(batch): round(own[2], 4) for batch, own in batches.items()},
         "turns": turns,
     }
     print(json.dumps(summary))
