@@ -265,6 +265,7 @@ def test_an_unforeseen_error_of_the_disks_thread_costs_only_a_page(
     monkeypatch.setattr(PageFolder, "read", lambda *_: (_ for _ in ()).throw(MemoryError))
     cache = make_cache(caches, 8, disk_dir=tmp_path)
     assert use(cache, prompt_of(1, 3)) == {}
+    cache.shut()  # the thread says what went wrong after it has let go of who waits
     assert "MemoryError" in caplog.text
 
 
