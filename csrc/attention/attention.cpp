@@ -231,7 +231,7 @@ struct Attention::Impl {
   }
 
   // Pointers to keys and values of entries [begin, end) of a tile that starts at `tile`.
-  void point_to_rows(Workspace& own, const Task& task, uint32_t tile, Range there) const {
+  void point_to_rows(const Task& task, uint32_t tile, Range there, TileRows& rows) const {
     const AttendShape& shape = call.shape;
     const float* keys = call.keys.data + static_cast<size_t>(task.kv_head) * shape.key_dim;
     const float* values = call.values.data + static_cast<size_t>(task.kv_head) * shape.value_dim;
@@ -241,10 +241,12 @@ struct Attention::Impl {
       size_t slot = task.context->slot(position);
       const uint32_t run = task.list ? 1 : std::min(there.end - i, page_tokens - position % page_tokens);
       for (const uint32_t end = i + run; i < end; ++i, ++slot) {
-        own.key_rows[i] = keys + slot * call.keys.width;
-        own.value_rows[i] = values + slot * call.values.width;
+        rows.keys[i] = keys + slot * call.keys.width;
+        rows.values[i] = values + slot * call.values.width;
       }
     }
+    for (uint32_t i = 0; i < there.begin; ++i) rows.keys[i] = rows.values[i] = keys;
+    for (uint32_t i = there.end; i < kTileKeys; ++i) rows.keys[i] = rows.values[i] = keys;
   }
 
   static Range within(Range range, uint32_t first, uint32_t size) {
@@ -265,10 +267,14 @@ struct Attention::Impl {
     const Range all{range_of(task, task.row).begin, range_of(task, task.row + task.num_rows - 1).end};
     const uint32_t begin = std::max(all.begin, split * kSplitKeys) / kTileKeys * kTileKeys;
     const uint32_t end = std::min(all.end, (split + 1) * kSplitKeys);
-    for (uint32_t tile = begin; tile < end; tile += kTileKeys) {
+    TileRows *rows = &own.tiles[0], *next = &own.tiles[1];
+    if (begin < end) point_to_rows(task, begin, within(all, begin, kTileKeys), *rows);
+    for (uint32_t tile = begin; tile < end; tile += kTileKeys, std::swap(rows, next)) {
       const Range there = within(all, tile, kTileKeys);
-      point_to_rows(own, task, tile, there);
-      table.transpose(own.key_rows, there.begin, there.end, shape.key_dim, columns);
+      point_to_rows(task, tile + kTileKeys, within(all, tile + kTileKeys, kTileKeys), *next);
+      const bool is_latent = call.values.data == call.keys.data;
+      table.transpose(rows->keys, there.begin, there.end, shape.key_dim, is_latent ? nullptr : rows->values,
+                      columns);
       table.scores(panel, queries, shape.key_dim, columns, there.begin, there.end, scores);
       // Rows that see the same keys of the tile go together; one that does not see a key never meets it.
       for (uint32_t row = 0; row < task.num_rows;) {
@@ -284,8 +290,8 @@ struct Attention::Impl {
         float* weights = scores + static_cast<size_t>(first) * kTileKeys;
         table.softmax(weights, count, seen.begin, seen.end, to.largest + first, to.sums + first,
                       factors + first);
-        table.add_values(weights, count, own.value_rows, seen.begin, seen.end, shape.value_dim,
-                         factors + first, to.values + first * padded(shape.value_dim));
+        table.add_values(weights, count, rows->values, seen.begin, seen.end, shape.value_dim, factors + first,
+                         next->keys, to.values + first * padded(shape.value_dim));
       }
     }
   }
@@ -407,9 +413,9 @@ struct Attention::Impl {
     for (uint32_t tile = at; tile < stop; tile += kTileKeys) {
       const Range there = within({block.context->first, stop}, tile, kTileKeys);
       for (uint32_t i = there.begin; i < there.end; ++i) {
-        own.key_rows[i] = keys.data + block.context->slot(tile + i) * keys.width;
+        own.tiles[0].keys[i] = keys.data + block.context->slot(tile + i) * keys.width;
       }
-      table.transpose(own.key_rows, there.begin, there.end, dim, columns);
+      table.transpose(own.tiles[0].keys, there.begin, there.end, dim, nullptr, columns);
       for (uint32_t row = 0; row < block.num_rows; ++row) {
         table.index_scores(panels + row * one, num_heads, dim, columns, there.begin, there.end,
                            w + static_cast<size_t>(block.row + row) * num_heads,

@@ -39,8 +39,10 @@ struct AttentionTable {
   Isa isa;
 
   // The tile's keys with dimensions as rows, for `scores` and `index_scores`: columns holds dim * kTileKeys
-  // numbers in an order of the ISA's own. rows: kTileKeys pointers, of which [begin, end) are read.
-  void (*transpose)(const float* const* rows, uint32_t begin, uint32_t end, uint32_t dim, float* columns);
+  // numbers in an order of the ISA's own. rows: kTileKeys pointers, of which [begin, end) are read. ahead:
+  // such pointers to what is read next, prefetched meanwhile; null for nothing.
+  void (*transpose)(const float* const* rows, uint32_t begin, uint32_t end, uint32_t dim,
+                    const float* const* ahead, float* columns);
 
   // scores[query][key] = q . k for keys [begin, end), dimensions ascending in one chain of sums. What else is
   // in the row of kTileKeys is undefined after it.
@@ -53,8 +55,10 @@ struct AttentionTable {
                   float* factors);
 
   // values[query] = values[query] * factors[query] + sum of weights[query][key] * rows[key], keys ascending.
+  // ahead: kTileKeys pointers to what is read next, prefetched meanwhile.
   void (*add_values)(const float* weights, uint32_t queries, const float* const* rows, uint32_t begin,
-                     uint32_t end, uint32_t dim, const float* factors, float* values);
+                     uint32_t end, uint32_t dim, const float* factors, const float* const* ahead,
+                     float* values);
 
   // Adds what follows: both as if they had the same largest score.
   void (*merge)(const Partial& to, const Partial& from, uint32_t queries, uint32_t dim);

@@ -23,6 +23,7 @@ struct LaneAttention {
   static constexpr uint32_t kLanes = Lanes::kLanes;
   static constexpr uint32_t kStrip = 2 * kLanes;  // keys or dimensions at once
   static constexpr int kMost = Lanes::kQueries;   // queries at once
+  static constexpr uint32_t kLineFloats = 16;     // of a cache line
 
   // sums[query][v] += sum over k in [begin, end) of a[query * kTileKeys + k] * row_of(k)[v].
   template <int kQueries, bool kTail, class RowOf>
@@ -84,8 +85,11 @@ struct LaneAttention {
   // ---- scores
   // -----------------------------------------------------------------------------------------------
 
+  // To the second cache: the first one holds the tile in work.
+  static DUCK_INLINE void prefetch(const float* from) { __builtin_prefetch(from, 0, 2); }
+
   static void transpose(const float* const* rows, uint32_t begin, uint32_t end, uint32_t dim,
-                        float* columns) {
+                        const float* const* ahead, float* columns) {
     for (uint32_t key = begin / kLanes * kLanes; key < end; key += kLanes) {
       float* to = columns + static_cast<size_t>(key / kStrip) * dim * kStrip + key % kStrip;
       const float* from[kLanes];
@@ -98,6 +102,10 @@ struct LaneAttention {
       for (; d + kLanes <= dim; d += kLanes) {
 #pragma GCC unroll 16
         for (uint32_t i = 0; i < kLanes; ++i) block[i] = Lanes::load(from[i] + d);
+        if (ahead != nullptr && d % kLineFloats == 0) {
+#pragma GCC unroll 16
+          for (uint32_t i = 0; i < kLanes; ++i) prefetch(ahead[key + i] + d);
+        }
         Lanes::transpose(block);
 #pragma GCC unroll 16
         for (uint32_t i = 0; i < kLanes; ++i) Lanes::store(to + (d + i) * kStrip, block[i]);
@@ -191,7 +199,7 @@ struct LaneAttention {
   template <bool kTail>
   static DUCK_INLINE void add_strip(const float* weights, uint32_t queries, const float* const* rows,
                                     uint32_t begin, uint32_t end, uint32_t at, uint32_t tail, size_t stride,
-                                    const float* factors, float* values) {
+                                    const float* factors, const float* const* ahead, float* values) {
     Kernels::template in_blocks<kMost>(queries, [&](auto block, uint32_t first) {
       Floats sums[block.kCount][2];
 #pragma GCC unroll 16
@@ -201,9 +209,18 @@ struct LaneAttention {
         sums[row][0] = Lanes::mul(Lanes::load(own), factor);
         sums[row][1] = Lanes::mul(Lanes::load(own + kLanes), factor);
       }
-      accumulate<block.kCount, kTail>(
-          weights + first * kTileKeys, begin, end, tail, [rows, at](uint32_t key) { return rows[key] + at; },
-          sums);
+      const float* own_weights = weights + first * kTileKeys;
+      if (!kTail && first == 0) {
+        const auto row_of = [rows, ahead, at](uint32_t key) {
+#pragma GCC unroll 2
+          for (uint32_t i = 0; i < kStrip; i += kLineFloats) prefetch(ahead[key] + at + i);
+          return rows[key] + at;
+        };
+        accumulate<block.kCount, kTail>(own_weights, begin, end, tail, row_of, sums);
+      } else {
+        const auto row_of = [rows, at](uint32_t key) { return rows[key] + at; };
+        accumulate<block.kCount, kTail>(own_weights, begin, end, tail, row_of, sums);
+      }
 #pragma GCC unroll 16
       for (int row = 0; row < block.kCount; ++row) {
         float* own = values + (first + row) * stride + at;
@@ -214,13 +231,15 @@ struct LaneAttention {
   }
 
   static void add_values(const float* weights, uint32_t queries, const float* const* rows, uint32_t begin,
-                         uint32_t end, uint32_t dim, const float* factors, float* values) {
+                         uint32_t end, uint32_t dim, const float* factors, const float* const* ahead,
+                         float* values) {
     const size_t stride = padded(dim);
     uint32_t at = 0;
     for (; at + kStrip <= dim; at += kStrip) {
-      add_strip<false>(weights, queries, rows, begin, end, at, 0, stride, factors, values);
+      add_strip<false>(weights, queries, rows, begin, end, at, 0, stride, factors, ahead, values);
     }
-    if (at < dim) add_strip<true>(weights, queries, rows, begin, end, at, dim - at, stride, factors, values);
+    if (at == dim) return;
+    add_strip<true>(weights, queries, rows, begin, end, at, dim - at, stride, factors, ahead, values);
   }
 
   static void merge(const Partial& to, const Partial& from, uint32_t queries, uint32_t dim) {

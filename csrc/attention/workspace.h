@@ -34,10 +34,15 @@ inline Partial partial_in(float* memory, size_t queries) {
   return {memory, memory + numbers, memory + 2 * numbers};
 }
 
+// Where a tile's keys and values lie; a valid address for each, if only to prefetch from.
+struct TileRows {
+  const float* keys[kTileKeys];
+  const float* values[kTileKeys];
+};
+
 struct Workspace {
   GrowingBuffer panel, columns, scores, partials;
-  const float* key_rows[kTileKeys];
-  const float* value_rows[kTileKeys];
+  TileRows tiles[2];  // the one in work and the next
 };
 
 }  // namespace duck::attention
