@@ -100,13 +100,11 @@ struct LaneAttention {
       uint32_t d = 0;
       Floats block[kLanes];
       for (; d + kLanes <= dim; d += kLanes) {
-#pragma GCC unroll 16
-        for (uint32_t i = 0; i < kLanes; ++i) block[i] = Lanes::load(from[i] + d);
+        Lanes::load_columns(from, d, block);
         if (ahead != nullptr && d % kLineFloats == 0) {
 #pragma GCC unroll 16
           for (uint32_t i = 0; i < kLanes; ++i) prefetch(ahead[key + i] + d);
         }
-        Lanes::transpose(block);
 #pragma GCC unroll 16
         for (uint32_t i = 0; i < kLanes; ++i) Lanes::store(to + (d + i) * kStrip, block[i]);
       }

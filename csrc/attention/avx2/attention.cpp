@@ -52,28 +52,25 @@ struct Lanes {
     return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
   }
 
-  // Pairs of rows, then of pairs, within groups of four lanes; then the groups.
-  static DUCK_INLINE void transpose(Floats (&rows)[8]) {
-    Floats t[8];
-#pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2) {
-      t[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
-      t[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
-    }
+  // Numbers [d, d + 8) of eight rows as eight columns: four numbers of two rows are loaded to one register,
+  // and turned within its halves.
+  static DUCK_INLINE void load_columns(const float* const (&rows)[8], uint32_t d, Floats (&columns)[8]) {
 #pragma GCC unroll 2
-    for (int i = 0; i < 8; i += 4) {
-      rows[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-      rows[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
-      rows[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-      rows[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
-    }
+    for (int four = 0; four < 2; ++four) {
+      Floats r[4];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      t[i] = _mm256_permute2f128_ps(rows[i], rows[i + 4], 0x20);
-      t[i + 4] = _mm256_permute2f128_ps(rows[i], rows[i + 4], 0x31);
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t at = d + 4 * four;
+        r[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(rows[i] + at)),
+                                    _mm_loadu_ps(rows[4 + i] + at), 1);
+      }
+      const Floats a = _mm256_unpacklo_ps(r[0], r[1]), b = _mm256_unpackhi_ps(r[0], r[1]);
+      const Floats c = _mm256_unpacklo_ps(r[2], r[3]), e = _mm256_unpackhi_ps(r[2], r[3]);
+      columns[4 * four] = _mm256_shuffle_ps(a, c, 0x44);
+      columns[4 * four + 1] = _mm256_shuffle_ps(a, c, 0xee);
+      columns[4 * four + 2] = _mm256_shuffle_ps(b, e, 0x44);
+      columns[4 * four + 3] = _mm256_shuffle_ps(b, e, 0xee);
     }
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) rows[i] = t[i];
   }
 };
 

@@ -41,34 +41,26 @@ struct Lanes {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
   }
 
-  // Pairs of rows, then of pairs, within groups of four lanes; then the groups.
-  static DUCK_INLINE void transpose(Floats (&rows)[16]) {
-    Floats t[16];
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-      t[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
-      t[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
-    }
+  // Numbers [d, d + 16) of 16 rows as 16 columns: four numbers of four rows are loaded to one register, and
+  // turned within its quarters.
+  static DUCK_INLINE void load_columns(const float* const (&rows)[16], uint32_t d, Floats (&columns)[16]) {
 #pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {
-      rows[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
-      rows[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xee);
-      rows[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-      rows[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xee);
-    }
+    for (int four = 0; four < 4; ++four) {
+      Floats r[4];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      t[i] = _mm512_shuffle_f32x4(rows[i], rows[i + 4], 0x88);
-      t[i + 4] = _mm512_shuffle_f32x4(rows[i], rows[i + 4], 0xdd);
-      t[i + 8] = _mm512_shuffle_f32x4(rows[i + 8], rows[i + 12], 0x88);
-      t[i + 12] = _mm512_shuffle_f32x4(rows[i + 8], rows[i + 12], 0xdd);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      rows[i] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88);
-      rows[i + 8] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0xdd);
-      rows[i + 4] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0x88);
-      rows[i + 12] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0xdd);
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t at = d + 4 * four;
+        r[i] = _mm512_castps128_ps512(_mm_loadu_ps(rows[i] + at));
+        r[i] = _mm512_mask_broadcast_f32x4(r[i], 0x00f0, _mm_loadu_ps(rows[4 + i] + at));
+        r[i] = _mm512_mask_broadcast_f32x4(r[i], 0x0f00, _mm_loadu_ps(rows[8 + i] + at));
+        r[i] = _mm512_mask_broadcast_f32x4(r[i], 0xf000, _mm_loadu_ps(rows[12 + i] + at));
+      }
+      const Floats a = _mm512_unpacklo_ps(r[0], r[1]), b = _mm512_unpackhi_ps(r[0], r[1]);
+      const Floats c = _mm512_unpacklo_ps(r[2], r[3]), e = _mm512_unpackhi_ps(r[2], r[3]);
+      columns[4 * four] = _mm512_shuffle_ps(a, c, 0x44);
+      columns[4 * four + 1] = _mm512_shuffle_ps(a, c, 0xee);
+      columns[4 * four + 2] = _mm512_shuffle_ps(b, e, 0x44);
+      columns[4 * four + 3] = _mm512_shuffle_ps(b, e, 0xee);
     }
   }
 };

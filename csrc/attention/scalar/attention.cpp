@@ -48,8 +48,10 @@ struct Lanes {
     const Floats less = _mm_cmplt_ps(a, b);
     return _mm_or_ps(_mm_and_ps(less, yes), _mm_andnot_ps(less, no));
   }
-  static DUCK_INLINE void transpose(Floats (&rows)[4]) {
-    _MM_TRANSPOSE4_PS(rows[0], rows[1], rows[2], rows[3]);
+  // Numbers [d, d + 4) of four rows as four columns.
+  static DUCK_INLINE void load_columns(const float* const (&rows)[4], uint32_t d, Floats (&columns)[4]) {
+    for (int i = 0; i < 4; ++i) columns[i] = load(rows[i] + d);
+    _MM_TRANSPOSE4_PS(columns[0], columns[1], columns[2], columns[3]);
   }
 };
 
