@@ -9,6 +9,7 @@
 
 #include "attention/attention.h"
 #include "attention/attention_table.h"
+#include "attention/rotate.h"
 #include "kernels/arrays.h"
 #include "kernels/linear_pool.h"
 
@@ -228,6 +229,34 @@ nb::object py_select_topk(const AnyArray& scores, int64_t topk) {
   return nb::cast(out);
 }
 
+void py_rotate(const AnyArray& x, const AnyArray& cos, const AnyArray& sin, bool interleaved,
+               const nb::object& out) {
+  if (x.ndim() < 2) fail("x", "shape " + shape_of(x), "shape [T, D] or [T, heads, D]");
+  const size_t last = x.ndim() - 1, dim = x.shape(last);
+  if (dim % 2 != 0) fail("x", "shape " + shape_of(x), "an even last dimension");
+  attention::Rotation rotation;
+  rotation.x = side_by_side("x", x, last == 1 ? 2 : 3);
+  rotation.num_rows = static_cast<uint32_t>(x.shape(0));
+  rotation.num_heads = last == 1 ? 1 : static_cast<uint32_t>(x.shape(1));
+  rotation.pairs = static_cast<uint32_t>(dim / 2);
+  rotation.cos = checked<float>("cos", cos, "float32", {rotation.num_rows, rotation.pairs});
+  rotation.sin = checked<float>("sin", sin, "float32", {rotation.num_rows, rotation.pairs});
+  rotation.interleaved = interleaved;
+  const auto y = writable_array(out);
+  check_dtype<float>("out", y, "float32");
+  check_shape("out", y, std::vector<size_t>(x.shape_ptr(), x.shape_ptr() + x.ndim()));
+  if (dim > 1 && y.stride(last) != 1) {
+    fail("out", "strides that skip elements", "elements of the last dimension side by side");
+  }
+  rotation.x_row = x.stride(0);
+  rotation.x_head = last == 1 ? 0 : x.stride(1);
+  rotation.out = static_cast<float*>(y.data());
+  rotation.out_row = y.stride(0);
+  rotation.out_head = last == 1 ? 0 : y.stride(1);
+  nb::gil_scoped_release release;
+  attention::rotate(rotation);
+}
+
 #define DUCK_F32 "numpy.typing.NDArray[numpy.float32]"
 #define DUCK_I32 "numpy.typing.NDArray[numpy.int32]"
 
@@ -304,6 +333,14 @@ void bind_attention(nb::module_& m) {
                 nb::sig("def __init__(self, runtime: LinearRuntime) -> None"));
   bind_calls(attention);
 
+  m.def("rotate", &py_rotate, "x"_a.noconvert(), "cos"_a.noconvert(), "sin"_a.noconvert(), "interleaved"_a,
+        "out"_a,
+        nb::sig("def rotate(x: " DUCK_F32 ", cos: " DUCK_F32 ", sin: " DUCK_F32
+                ", interleaved: bool, out: " DUCK_F32 ") -> None"),
+        "Pairs of numbers turned: (a cos - b sin, b cos + a sin). Pairs are neighbours, or lie in the two\n"
+        "halves; out has the first numbers of all pairs, then the second ones. out may be x.\n\n"
+        "Shapes:\n    x, out: [T, D] or [T, heads, D], the last dimension side by side; cos, sin: [T, D / 2]"
+        "\n\nRaises:\n    ValueError: a wrong shape or type.");
   m.def("select_topk", &py_select_topk, "scores"_a.noconvert(), "topk"_a,
         nb::sig("def select_topk(scores: " DUCK_F32 ", topk: int) -> " DUCK_I32),
         "The positions of the topk largest scores of each row, ascending; of equal ones the lowest.\n\n"

@@ -392,6 +392,24 @@ class Attention:
             Releases the interpreter; one computation at a time per LinearRuntime.
         """
 
+def rotate(
+    x: numpy.typing.NDArray[numpy.float32],
+    cos: numpy.typing.NDArray[numpy.float32],
+    sin: numpy.typing.NDArray[numpy.float32],
+    interleaved: bool,
+    out: numpy.typing.NDArray[numpy.float32],
+) -> None:
+    """
+    Pairs of numbers turned: (a cos - b sin, b cos + a sin). Pairs are neighbours, or lie in the two
+    halves; out has the first numbers of all pairs, then the second ones. out may be x.
+
+    Shapes:
+        x, out: [T, D] or [T, heads, D], the last dimension side by side; cos, sin: [T, D / 2]
+
+    Raises:
+        ValueError: a wrong shape or type.
+    """
+
 def select_topk(scores: numpy.typing.NDArray[numpy.float32], topk: int) -> numpy.typing.NDArray[numpy.int32]:
     """
     The positions of the topk largest scores of each row, ascending; of equal ones the lowest.

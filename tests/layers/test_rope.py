@@ -43,3 +43,21 @@ def test_products_depend_on_the_distance_alone(rotate: object) -> None:
 
     assert product(20, 13) == pytest.approx(product(50, 43), abs=1e-5)
     assert abs(product(20, 13) - product(20, 14)) > 1e-3
+
+
+@pytest.mark.parametrize("rotate", [rotate_interleaved, rotate_half_split])
+def test_heads_are_rotated_alike_and_in_place(rotate: object) -> None:
+    wide = torch.randn(3, 2, DIM + 3, generator=torch.Generator().manual_seed(2))
+    x, cos_sin = wide[..., 1 : DIM + 1], table().rows(torch.tensor([4, 5, 9]))
+    expected = torch.stack([rotate(x[:, head], *cos_sin) for head in range(2)], dim=1)
+    beside = wide[..., DIM + 1 :].clone()
+    assert torch.equal(rotate(x, *cos_sin), expected)
+    rotate(x, *cos_sin, x)
+    assert torch.equal(x, expected)
+    assert torch.equal(wide[..., DIM + 1 :], beside)
+
+
+def test_angles_of_another_size_are_refused() -> None:
+    cos, sin = table().rows(torch.tensor([4, 5]))
+    with pytest.raises(ValueError, match=r"^cos: got shape \[2, 4\], expected shape \[3, 4\]$"):
+        rotate_interleaved(torch.zeros(3, DIM), cos, sin)

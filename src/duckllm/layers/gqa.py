@@ -96,7 +96,7 @@ class GQAttention:
         s, native, num_tokens = self.shape, self.runtime.attention, x.shape[0]
         heads = self.qkv(x).view(num_tokens, -1, s.head_dim)
         q, k = heads[:, : s.num_heads], heads[:, s.num_heads : -s.num_kv_heads]
-        q = self._rotate(self.q_norm(q) if self.q_norm else q, step)
+        q = self._rotate(self.q_norm(q) if self.q_norm else q.contiguous(), step)
         k = self._rotate(self.k_norm(k) if self.k_norm else k, step)
         v = heads[:, -s.num_kv_heads :]
         keys, values = cache[0].numpy(), cache[1].numpy()
@@ -104,7 +104,7 @@ class GQAttention:
         native.store(step.native, v.flatten(1).numpy(), values)
         attended = native.attend(
             step.native,
-            q.contiguous().numpy(),
+            q.numpy(),
             keys,
             values,
             s.num_kv_heads,
@@ -116,9 +116,7 @@ class GQAttention:
         return self.o(torch.from_numpy(attended).view(num_tokens, -1))
 
     def _rotate(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """[T, heads, D] with the first ``rotary_dim`` of each head rotated."""
-        rotary_dim = self.shape.rotary_dim
-        rotated = rotate_half_split(x[..., :rotary_dim], step.cos[:, None], step.sin[:, None])
-        if rotary_dim == x.shape[-1]:
-            return rotated
-        return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
+        """[T, heads, D], the first ``rotary_dim`` of each head rotated in place."""
+        part = x[..., : self.shape.rotary_dim]
+        rotate_half_split(part, step.cos, step.sin, part)
+        return x

@@ -108,7 +108,8 @@ class Indexer:
             x: [T, H]; cos, sin: [T, rope / 2]; result: [T, D]
         """
         k = self.key_norm(self.key(x))
-        return torch.cat((self.rotate(k[:, : self.rope_dim], cos, sin), k[:, self.rope_dim :]), dim=-1)
+        self.rotate(k[:, : self.rope_dim], cos, sin, k[:, : self.rope_dim])
+        return k
 
     def queries(self, q_latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """The index queries of these tokens.
@@ -117,5 +118,5 @@ class Indexer:
             q_latent: [T, q_lora_rank]; cos, sin: [T, rope / 2]; result: [T, heads, D]
         """
         q = self.query(q_latent).view(-1, self.shape.num_heads, self.shape.head_dim)
-        rotated = self.rotate(q[..., : self.rope_dim], cos[:, None], sin[:, None])
-        return torch.cat((rotated, q[..., self.rope_dim :]), dim=-1)
+        self.rotate(q[..., : self.rope_dim], cos, sin, q[..., : self.rope_dim])
+        return q

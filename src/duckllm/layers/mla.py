@@ -152,16 +152,15 @@ class MLAttention:
         latents = cache[0].numpy()
 
         kv = self.kv_a(x)
-        rotated = self.rotate(kv[:, s.kv_lora_rank :], cos, sin)
-        native.store(
-            step.native, torch.cat((self.kv_a_norm(kv[:, : s.kv_lora_rank]), rotated), -1).numpy(), latents
-        )
+        kv[:, : s.kv_lora_rank] = self.kv_a_norm(kv[:, : s.kv_lora_rank])
+        self.rotate(kv[:, s.kv_lora_rank :], cos, sin, kv[:, s.kv_lora_rank :])
+        native.store(step.native, kv.numpy(), latents)
 
         q_latent = x if self.q_a is None else self.q_a_norm(self.q_a(x))
         heads = self.q_b(q_latent).view(num_tokens, s.num_heads, -1)
         q = torch.empty(num_tokens, s.num_heads, s.kv_lora_rank + s.qk_rope_head_dim)
         self.key_up.multiply(heads[..., : s.qk_nope_head_dim], q[..., : s.kv_lora_rank])
-        q[..., s.kv_lora_rank :] = self.rotate(heads[..., s.qk_nope_head_dim :], cos[:, None], sin[:, None])
+        self.rotate(heads[..., s.qk_nope_head_dim :], cos, sin, q[..., s.kv_lora_rank :])
 
         if self.indexer is not None:
             step.selection = self.indexer(x, q_latent, step, cache[1])

@@ -1,12 +1,15 @@
 """Rotary position embedding in its two layouts.
 
 Called by the attention layers. MLA pairs neighbours, (x0, x1), (x2, x3), ...; grouped-query attention and the
-sparse-attention indexer pair the halves, (x0, x[D/2]), (x1, x[D/2 + 1]), ... The same angles serve both.
+sparse-attention indexer pair the halves, (x0, x[D/2]), (x1, x[D/2 + 1]), ... The same angles serve both. The
+rotation itself is native.
 """
 
 from __future__ import annotations
 
 import torch
+
+from duckllm import _native
 
 
 class RotaryTable:
@@ -31,26 +34,35 @@ class RotaryTable:
         return self.cos[positions], self.sin[positions]
 
 
-def _rotate(a: torch.Tensor, b: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-
-
-def rotate_interleaved(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate_interleaved(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """``x`` with neighbouring pairs rotated; the results of first elements come first, then of second ones.
 
     That order is a permutation which queries and keys share, so their products do not see it.
 
     Shapes:
-        x: [..., D]; cos, sin: broadcastable to [..., D / 2]; result: [..., D]
+        x, out, result: [T, D] or [T, heads, D] f32, the last dimension side by side; cos, sin: [T, D / 2]
     """
-    return _rotate(x[..., 0::2], x[..., 1::2], cos, sin)
+    return _rotate(x, cos, sin, out, interleaved=True)
 
 
-def rotate_half_split(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate_half_split(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """``x`` with element i of the first half rotated against element i of the second half.
 
     Shapes:
-        x: [..., D]; cos, sin: broadcastable to [..., D / 2]; result: [..., D]
+        x, out, result: [T, D] or [T, heads, D] f32, the last dimension side by side; cos, sin: [T, D / 2]
     """
-    half = x.shape[-1] // 2
-    return _rotate(x[..., :half], x[..., half:], cos, sin)
+    return _rotate(x, cos, sin, out, interleaved=False)
+
+
+def _rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor | None, *, interleaved: bool
+) -> torch.Tensor:
+    """Writes ``out``, which may be ``x``; a new tensor where there is none."""
+    if out is None:
+        out = torch.empty(x.shape)
+    _native.rotate(x.numpy(), cos.numpy(), sin.numpy(), interleaved, out.numpy())
+    return out
