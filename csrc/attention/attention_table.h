@@ -1,6 +1,6 @@
-// What an instruction set offers to attention.cpp and index.cpp: products of blocks of queries with blocks of
-// cached keys and values. One table per ISA, each in its own namespace and compiled with its own flags, like
-// kernels/<isa>.
+// What an instruction set offers to attend_impl.h and select_impl.h: products of blocks of queries with
+// blocks of cached keys and values. One table per ISA, each in its own namespace and compiled with its own
+// flags, like kernels/<isa>.
 //
 // A tile is up to kTileKeys tokens of the cache, in order; keys [begin, end) of it are there. Blocks of
 // queries lie in a panel [ceil(dim / kTileKeys)][queries][kTileKeys]: number d of query q is at
