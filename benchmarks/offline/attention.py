@@ -1,16 +1,17 @@
 """Attention in native code against the PyTorch that it replaced, in one run.
 
-    python benchmarks/offline/attention.py [--threads 1] [--rounds 9] [--contexts 512 4096 32768] [--rows 1 256]
+    python benchmarks/offline/attention.py [--threads 1] [--rounds 9] [--rows 1 256]
+                                           [--contexts 512 4096 32768]
 
-The program takes the attention of DeepSeek-V3.2 (128 heads over latents of 512 + 64, to everything and to 2048
-selected tokens; its indexer of 64 heads of 128) and of Qwen3-30B-A3B (32 query and 4 key heads of 128), with
-random numbers, one row and many at the end of contexts, and
+The program takes the attention of DeepSeek-V3.2 (128 heads over latents of 512 + 64, to everything and to
+2048 selected tokens; its indexer of 64 heads of 128) and of Qwen3-30B-A3B (32 query and 4 key heads of 128),
+with random numbers, one row and many at the end of contexts, and
 
 1. verifies some rows against float64, and that a row gives the same bits alone as in its step,
 2. measures both ways in turns, one after the other in each round, over caches that lie in turn in more memory
    than the processor caches, as those of a model's layers do,
 3. prints the ceiling beside them: the bytes that have to be read at the speed of a plain read, or the
-   multiply-adds at the speed of a large f32 matrix product, whichever takes longer, both measured here,
+   multiply-adds at the speed of a loop that does nothing else, whichever takes longer, both measured here,
 4. prints one JSON line.
 
 Every figure is the median of the rounds.
@@ -28,15 +29,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from decode import read_gb_per_s
 
+from duckllm import _native
+from duckllm.bench.ceilings import FEWEST_REPEATS, Ceiling, fma_ceilings, read_ceiling
 from duckllm.bench.machine import commit, cpu_name
 from duckllm.config import available_cores
 from duckllm.layers.runtime import LinearRuntime
-from duckllm.layers.step import SequenceStep, StepContext
+from duckllm.layers.step import LayerCache, SequenceStep, StepContext, new_layer_cache
 
-READ_BYTES = 256 << 20
-GEMM = 1536
 COLD_BYTES = 256 << 20  # of the caches that take turns
 SCORE_BLOCK = 1 << 24  # elements of scores that the PyTorch way holds
 MASK_BLOCK = 1 << 22
@@ -57,6 +57,7 @@ class Kind:
 
     @property
     def is_latent(self) -> bool:
+        """Whether the first numbers of a key are its value."""
         return self.kv_heads == 1 and not self.is_index
 
     @property
@@ -85,10 +86,10 @@ class Case:
         self.scale = kind.key_dim**-0.5
         self.weights = torch.randn(rows, kind.heads, generator=generator)
         num_caches = max(1, COLD_BYTES // (4 * sum(kind.widths) * context)) if rows == 1 else 1
-        self.caches = [
-            tuple(torch.randn(context, width, generator=generator) for width in kind.widths)
-            for _ in range(num_caches)
-        ]
+        self.caches = [new_layer_cache(kind.widths, context) for _ in range(num_caches)]
+        for cache in self.caches:
+            for tensor in cache:
+                tensor.normal_(generator=generator)
         self.turn = 0
         self.step = self.step_of(context - rows, rows)
         self.selection = None
@@ -107,14 +108,14 @@ class Case:
         rng = np.random.default_rng(position)
         return np.sort(rng.choice(position + 1, self.kind.topk, replace=False)).astype(np.int32)
 
-    def next_cache(self) -> tuple[torch.Tensor, ...]:
+    def _next_cache(self) -> LayerCache:
         self.turn += 1
         return self.caches[self.turn % len(self.caches)]
 
     def native(self, rows: slice | None = None) -> torch.Tensor:
         """The native way, of all rows or one."""
         kind, native = self.kind, self.runtime.attention
-        cache = [each.numpy() for each in (self.next_cache() if rows is None else self.caches[0])]
+        cache = [each.numpy() for each in (self._next_cache() if rows is None else self.caches[0])]
         step, q, weights, selection = self.step, self.q, self.weights, self.selection
         if rows is not None:
             step = self.step_of(self.context - self.rows + rows.start, 1)
@@ -141,39 +142,41 @@ class Case:
 
     def pytorch(self) -> torch.Tensor:
         """The way that it replaced."""
-        cache = self.next_cache()
+        cache = self._next_cache()
         if self.kind.is_index:
-            return self.pytorch_index(cache[0])
+            return self._pytorch_index(cache[0])
         if not self.kind.is_latent:
-            return self.pytorch_grouped(*cache)
+            return self._pytorch_grouped(*cache)
         if self.selection is not None and self.rows == 1:
             chosen = cache[0].index_select(0, torch.from_numpy(self.selection[0]).long())
-            return self.latent_block(self.q, chosen, None)
+            return self._latent_block(self.q, chosen, None)
         mask = torch.ones(self.rows, self.context, dtype=torch.bool).tril(self.context - self.rows)
         if self.selection is not None:
             mask = torch.zeros_like(mask).scatter_(1, torch.from_numpy(self.selection).long(), True)
         if self.rows == 1:
-            return self.latent_block(self.q, cache[0], None)
-        return self.in_blocks(
+            return self._latent_block(self.q, cache[0], None)
+        return self._in_blocks(
             SCORE_BLOCK // (self.kind.heads * self.context),
-            lambda rows, stop: self.latent_block(self.q[rows], cache[0][:stop], mask[rows, :stop]),
+            lambda rows, stop: self._latent_block(self.q[rows], cache[0][:stop], mask[rows, :stop]),
         )
 
-    def in_blocks(self, block: int, compute: Callable[[slice, int], torch.Tensor]) -> torch.Tensor:
+    def _in_blocks(self, block: int, compute: Callable[[slice, int], torch.Tensor]) -> torch.Tensor:
         parts, before = [], self.context - self.rows
         for first in range(0, self.rows, max(1, block)):
             rows = slice(first, min(first + max(1, block), self.rows))
             parts.append(compute(rows, before + rows.stop))
         return torch.cat(parts)
 
-    def latent_block(self, q: torch.Tensor, latents: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def _latent_block(
+        self, q: torch.Tensor, latents: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         scores = (q.reshape(-1, q.shape[-1]) @ latents.T).mul_(self.scale).view(*q.shape[:2], -1)
         if mask is not None:
             scores.masked_fill_(~mask[:, None, :], -torch.inf)
         weights = torch.softmax(scores, dim=-1).view(-1, latents.shape[0])
         return (weights @ latents[:, : self.kind.value_dim]).view(*q.shape[:2], -1)
 
-    def pytorch_grouped(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def _pytorch_grouped(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         kind, group = self.kind, self.kind.heads // self.kind.kv_heads
 
         def block(rows: slice, stop: int) -> torch.Tensor:
@@ -191,9 +194,9 @@ class Case:
             )
             return attended.view(kind.kv_heads, count, group, -1).transpose(0, 1).reshape(self.q[rows].shape)
 
-        return self.in_blocks(MASK_BLOCK // (group * self.context), block)
+        return self._in_blocks(MASK_BLOCK // (group * self.context), block)
 
-    def pytorch_index(self, keys: torch.Tensor) -> torch.Tensor:
+    def _pytorch_index(self, keys: torch.Tensor) -> torch.Tensor:
         assert self.kind.topk is not None
         topk = self.kind.topk
 
@@ -209,7 +212,7 @@ class Case:
             room = topk - above.sum(dim=-1, keepdim=True)
             return (above | (at & (at.cumsum(dim=-1) <= room))).nonzero()[:, 1].view(-1, topk).int()
 
-        return self.in_blocks(SCORE_BLOCK // (self.kind.heads * self.context), block)
+        return self._in_blocks(SCORE_BLOCK // (self.kind.heads * self.context), block)
 
     def verify(self) -> None:
         """Some rows against float64, and alone against in company."""
@@ -218,10 +221,10 @@ class Case:
         for row in {0, self.rows // 2, self.rows - 1}:
             if not torch.equal(self.native(slice(row, row + 1))[0], whole[row]):
                 raise SystemExit(f"{self.kind.name}: row {row} differs alone: nothing measured")
-            if not self.is_right(row, whole[row]):
+            if not self._is_right(row, whole[row]):
                 raise SystemExit(f"{self.kind.name}: row {row} is wrong: nothing measured")
 
-    def is_right(self, row: int, result: torch.Tensor) -> bool:
+    def _is_right(self, row: int, result: torch.Tensor) -> bool:
         kind, stop = self.kind, self.context - self.rows + row + 1
         q = self.q[row].double().view(kind.kv_heads, -1, kind.key_dim)
         keys = self.caches[0][0][:stop].double().view(stop, kind.kv_heads, -1)
@@ -240,7 +243,7 @@ class Case:
         exact = torch.einsum("kgs,skd->kgd", torch.softmax(products * self.scale, -1), values)
         return bool((result.view_as(exact) - exact).abs().max() < 1e-5)
 
-    def ceiling_ms(self, read: float, gemm: float) -> float:
+    def ceiling_ms(self, read: float, fma: float) -> float:
         """The least that the step takes, by its bytes or its arithmetic."""
         kind = self.kind
         seen = self.context - self.rows / 2 + 0.5
@@ -249,7 +252,7 @@ class Case:
             seen = tokens = min(tokens, kind.topk or tokens)
         num_bytes = 4 * tokens * sum(kind.widths)
         flops = 2 * self.rows * seen * kind.heads * (kind.key_dim + kind.value_dim)
-        return max(num_bytes / read, flops / gemm) / 1e6
+        return max(num_bytes / read, flops / fma) / 1e6
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -259,12 +262,13 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def ceilings(threads: int) -> tuple[float, float]:
-    """GB/s of a plain read by one thread, times the threads, and GFLOP/s of a matrix product."""
-    memory = np.ones(READ_BYTES, np.uint8)
-    read = max(read_gb_per_s(memory) for _ in range(5))
-    a = torch.randn(GEMM, GEMM)
-    gemm = 2e-9 * GEMM**3 / min(seconds(lambda: a @ a) for _ in range(8))
-    return read * threads, gemm
+    """GB/s of a plain read and GFLOP/s of multiply-adds."""
+
+    def best(ceiling: Ceiling) -> float:
+        return max(spread.median for spread in ceiling.variants.values())
+
+    isa = _native.select_isa()
+    return best(read_ceiling(threads)), best(next(fma_ceilings(threads, [isa], FEWEST_REPEATS)))
 
 
 @torch.inference_mode()
@@ -280,9 +284,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     runtime = LinearRuntime.new(64, arguments.threads)
-    read, gemm = ceilings(arguments.threads)
+    read, fma = ceilings(arguments.threads)
     print(f"{cpu_name()}, {available_cores()} cores, {arguments.threads} threads, {runtime.native.isa}:")
-    print(f"{read:.1f} GB/s of plain read, {gemm:.0f} GFLOP/s of a large f32 product")
+    print(f"{read:.1f} GB/s of plain read, {fma:.0f} GFLOP/s of multiply-adds")
     print(f"{'':22s}  rows  context  native ms  PyTorch ms  times  ceiling ms  of ceiling")
     lines = []
     for kind in (each for each in KINDS if each.name in arguments.kinds):
@@ -295,7 +299,7 @@ def main() -> None:
                 case.pytorch()
                 pairs = [(seconds(case.native), seconds(case.pytorch)) for _ in range(arguments.rounds)]
                 native, pytorch = (1e3 * statistics.median(each) for each in zip(*pairs, strict=True))
-                ceiling = case.ceiling_ms(read, gemm)
+                ceiling = case.ceiling_ms(read, fma)
                 print(
                     f"{kind.name:22s} {rows:5d} {context:8d} {native:10.3f} {pytorch:11.3f}"
                     f" {pytorch / native:6.2f} {ceiling:11.3f} {ceiling / native:11.0%}",
@@ -312,7 +316,7 @@ def main() -> None:
         "threads": arguments.threads,
         "rounds": arguments.rounds,
         "read_gb_per_s": round(read, 1),
-        "gflop_per_s": round(gemm, 1),
+        "gflop_per_s": round(fma, 1),
         "cases": lines,
     }
     print(json.dumps(summary))

@@ -225,9 +225,9 @@ struct Attend {
       const Range there = all.within(tile, kTileKeys);
       point_to_rows(task, tile + kTileKeys, all.within(tile + kTileKeys, kTileKeys), *next);
       const bool is_latent = call.values.data == call.keys.data;
-      shared.table.transpose(rows->keys, there.begin, there.end, shape.key_dim,
-                             is_latent ? nullptr : rows->values, columns);
-      shared.table.scores(panel, queries, shape.key_dim, columns, there.begin, there.end, scores);
+      shared.table.transpose(rows->keys, there.begin, there.end, shape.key_dim, columns);
+      shared.table.scores(panel, queries, shape.key_dim, columns, there.begin, there.end,
+                          is_latent ? nullptr : rows->values, shape.value_dim, scores);
       // Rows that see the same keys of the tile go together; one that does not see a key never meets it.
       for (uint32_t row = 0; row < task.num_rows;) {
         const Range seen = range_of(task, task.row + row).within(tile, kTileKeys);

@@ -39,15 +39,14 @@ struct AttentionTable {
   Isa isa;
 
   // The tile's keys with dimensions as rows, for `scores` and `index_scores`: columns holds dim * kTileKeys
-  // numbers in an order of the ISA's own. rows: kTileKeys pointers, of which [begin, end) are read. ahead:
-  // such pointers to what is read next, prefetched meanwhile; null for nothing.
-  void (*transpose)(const float* const* rows, uint32_t begin, uint32_t end, uint32_t dim,
-                    const float* const* ahead, float* columns);
+  // numbers in an order of the ISA's own. rows: kTileKeys pointers, of which [begin, end) are read.
+  void (*transpose)(const float* const* rows, uint32_t begin, uint32_t end, uint32_t dim, float* columns);
 
   // scores[query][key] = q . k for keys [begin, end), dimensions ascending in one chain of sums. What else is
-  // in the row of kTileKeys is undefined after it.
+  // in the row of kTileKeys is undefined after it. ahead: kTileKeys pointers to ahead_dim numbers each that
+  // are read next, prefetched meanwhile; null for none.
   void (*scores)(const float* panel, uint32_t queries, uint32_t dim, const float* columns, uint32_t begin,
-                 uint32_t end, float* scores);
+                 uint32_t end, const float* const* ahead, uint32_t ahead_dim, float* scores);
 
   // Adds the tile's scores to the queries' largest and sums, and turns them into weights e^(score - largest),
   // zero outside [begin, end). factors[query] is what the values so far are to be multiplied with.

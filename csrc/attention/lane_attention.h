@@ -70,15 +70,20 @@ struct LaneAttention {
   }
 
   // Products of queries [first, first + kQueries) of a panel with all rows of a strip, `stride` apart.
-  template <int kQueries>
+  template <int kQueries, class Meanwhile>
   static DUCK_INLINE void multiply_strip(const float* panel, uint32_t queries, uint32_t first, uint32_t dim,
-                                         const float* strip, size_t stride, Floats (&sums)[kQueries][2]) {
+                                         const float* strip, size_t stride, Floats (&sums)[kQueries][2],
+                                         Meanwhile meanwhile) {
     clear(sums);
     for (uint32_t d = 0; d < dim; d += kTileKeys) {
       const float* rows = strip + d * stride;
       accumulate<kQueries, false>(
           panel + panel_index(queries, first, d), 0, dim - d < kTileKeys ? dim - d : kTileKeys, 0,
-          [rows, stride](uint32_t k) { return rows + k * stride; }, sums);
+          [rows, stride, meanwhile](uint32_t k) {
+            meanwhile();
+            return rows + k * stride;
+          },
+          sums);
     }
   }
 
@@ -89,7 +94,7 @@ struct LaneAttention {
   static DUCK_INLINE void prefetch(const float* from) { __builtin_prefetch(from, 0, 2); }
 
   static void transpose(const float* const* rows, uint32_t begin, uint32_t end, uint32_t dim,
-                        const float* const* ahead, float* columns) {
+                        float* columns) {
     for (uint32_t key = begin / kLanes * kLanes; key < end; key += kLanes) {
       float* to = columns + static_cast<size_t>(key / kStrip) * dim * kStrip + key % kStrip;
       const float* from[kLanes];
@@ -101,10 +106,6 @@ struct LaneAttention {
       Floats block[kLanes];
       for (; d + kLanes <= dim; d += kLanes) {
         Lanes::load_columns(from, d, block);
-        if (ahead != nullptr && d % kLineFloats == 0) {
-#pragma GCC unroll 16
-          for (uint32_t i = 0; i < kLanes; ++i) prefetch(ahead[key + i] + d);
-        }
 #pragma GCC unroll 16
         for (uint32_t i = 0; i < kLanes; ++i) Lanes::store(to + (d + i) * kStrip, block[i]);
       }
@@ -114,13 +115,35 @@ struct LaneAttention {
     }
   }
 
+  // Rows of the cache, two lines a call.
+  struct Ahead {
+    const float* const* row;
+    const float* const* end;
+    const uint32_t dim;
+    uint32_t at = 0;
+    DUCK_INLINE void prefetch_some() {
+      if (row == end) return;
+      prefetch(*row + at);
+      prefetch(*row + at + kLineFloats);
+      at += 2 * kLineFloats;
+      if (at < dim) return;
+      at = 0;
+      ++row;
+    }
+  };
+
   static void scores(const float* panel, uint32_t queries, uint32_t dim, const float* columns, uint32_t begin,
-                     uint32_t end, float* scores) {
+                     uint32_t end, const float* const* ahead, uint32_t ahead_dim, float* scores) {
     for (uint32_t key = begin / kStrip * kStrip; key < end; key += kStrip) {
       const float* strip = columns + static_cast<size_t>(key) * dim;
       Kernels::template in_blocks<kMost>(queries, [&](auto rows, uint32_t first) {
         Floats sums[rows.kCount][2];
-        multiply_strip(panel, queries, first, dim, strip, kStrip, sums);
+        if (first == 0 && ahead != nullptr) {
+          Ahead next{ahead + key, ahead + key + kStrip, ahead_dim};
+          multiply_strip(panel, queries, first, dim, strip, kStrip, sums, [&next] { next.prefetch_some(); });
+        } else {
+          multiply_strip(panel, queries, first, dim, strip, kStrip, sums, [] {});
+        }
         for (int row = 0; row < rows.kCount; ++row) {
           float* to = scores + (first + row) * kTileKeys + key;
           Lanes::store(to, sums[row][0]);
@@ -137,7 +160,7 @@ struct LaneAttention {
       Floats total[2] = {Lanes::zero(), Lanes::zero()};
       Kernels::template in_blocks<kMost>(queries, [&](auto rows, uint32_t first) {
         Floats sums[rows.kCount][2];
-        multiply_strip(panel, queries, first, dim, strip, kStrip, sums);
+        multiply_strip(panel, queries, first, dim, strip, kStrip, sums, [] {});
 #pragma GCC unroll 16
         for (int row = 0; row < rows.kCount; ++row) {
           const Floats weight = Lanes::broadcast(weights[first + row]);
@@ -284,7 +307,7 @@ struct LaneAttention {
       const float* strip = w + static_cast<size_t>(output / kColumns) * dim * kColumns + output % kColumns;
       Kernels::template in_blocks<kMost>(num_rows, [&](auto rows, uint32_t first) {
         Floats sums[rows.kCount][2];
-        multiply_strip(panel, num_rows, first, dim, strip, kColumns, sums);
+        multiply_strip(panel, num_rows, first, dim, strip, kColumns, sums, [] {});
         for (int row = 0; row < rows.kCount; ++row) {
           store_strip(y + (first + row) * stride + output, outputs - output, sums[row][0], sums[row][1]);
         }

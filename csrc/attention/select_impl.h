@@ -108,7 +108,7 @@ struct Select {
       for (uint32_t i = there.begin; i < there.end; ++i) {
         own.tiles[0].keys[i] = keys.data + block.context->slot(tile + i) * keys.width;
       }
-      shared.table.transpose(own.tiles[0].keys, there.begin, there.end, dim, nullptr, columns);
+      shared.table.transpose(own.tiles[0].keys, there.begin, there.end, dim, columns);
       for (uint32_t row = 0; row < block.num_rows; ++row) {
         shared.table.index_scores(panels + row * one, num_heads, dim, columns, there.begin, there.end,
                                   w + static_cast<size_t>(block.row + row) * num_heads,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,6 +17,8 @@ from duckllm import _native
 # What one attention layer keeps of the tokens it has seen: tensors [max_tokens, width], as many as it needs.
 LayerCache = tuple[torch.Tensor, ...]
 
+_HUGE_PAGE = 2 << 20
+
 
 def new_layer_cache(widths: Sequence[int], max_tokens: int) -> LayerCache:
     """An empty cache of one layer; memory is taken by the system only as it is written.
@@ -22,7 +26,18 @@ def new_layer_cache(widths: Sequence[int], max_tokens: int) -> LayerCache:
     Shapes:
         result: one tensor [max_tokens, width] for each width
     """
-    return tuple(torch.empty(max_tokens, width) for width in widths)
+    return tuple(_new_tensor(max_tokens, width) for width in widths)
+
+
+def _new_tensor(max_tokens: int, width: int) -> torch.Tensor:
+    """On huge pages where it is large and the system gives them: keys are read from all over it."""
+    size = max_tokens * width * torch.float32.itemsize
+    if size < _HUGE_PAGE:
+        return torch.empty(max_tokens, width)
+    memory = mmap.mmap(-1, size)
+    with suppress(OSError):  # advice: small pages do too
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.float32).view(max_tokens, width)
 
 
 @dataclass(frozen=True)
