@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from duckllm.errors import ConfigError, PromptTooLongError, WorkerLostError
-from duckllm.outputs import RequestMetrics, StreamOutput
+from duckllm.outputs import EngineMetrics, RequestMetrics, StreamOutput
 from duckllm.sampling_params import SamplingParams
 
 
@@ -21,6 +21,25 @@ class FakeInfo:
     num_workers: int = 2
     weight_format: str = "fp9"
     isas: tuple[str, ...] = ("avx2", "scalar")
+
+
+STATS = EngineMetrics(
+    num_steps=900,
+    num_prompt_tokens=70,
+    num_generated_tokens=1200,
+    num_draft_tokens=500,
+    num_accepted_tokens=400,
+    window_steps=512,
+    step_s=0.0025,
+    step_parts_s={"attention_s": 0.001, "wait_s": 0.0012, "head_s": 0.0},
+    prefill_tokens_per_s=2000.4,
+    decode_tokens_per_s=410.26,
+    acceptance=0.805,
+    time_to_first_token_p50_s=0.0042,
+    time_to_first_token_p99_s=0.05,
+    inter_token_p50_s=0.0024,
+    inter_token_p99_s=0.0031,
+)
 
 
 class FakeConversation:
@@ -71,6 +90,9 @@ class FakeModel:
 
     def memory(self) -> str:
         return "1.00 GiB of weights, 0.50 GiB of KV cache, which holds 10 tokens"
+
+    def stats(self) -> EngineMetrics:
+        return STATS
 
     def cluster_info(self) -> FakeInfo:
         return FakeInfo()

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from fake_model import FakeModel
 
+from duckllm.cli.common import describe_stats
 from duckllm.cli.repl import HELP, Repl
+from duckllm.engine.stats import EngineStats
 from duckllm.sampling_params import SamplingParams
 
 SYSTEM = "be brief"
@@ -80,7 +82,14 @@ def test_stats_count_the_conversation() -> None:
     shown = talk(FakeModel(), "one", "two", "/stats")
     assert "2 replies, 4 tokens generated, 7 tokens in the last prompt" in shown
     assert "[2 workers, fp9, avx2+scalar, 2 tokens, 12.5 tok/s, first token after 0.25 s]" in shown
+    assert shown.endswith(
+        "Last 512 steps, 2.50 ms each: attention 1.00, waiting for experts 1.20\n"
+        "2000 tok/s of prompts; 410.3 tok/s of replies; 80% of guesses right; "
+        "first token 4.2 ms, 99 of 100 within 50.0; between tokens 2.4 ms, 99 of 100 within 3.1\n"
+        "In all: 70 tokens of prompts computed, 1200 generated, 400 of 500 guesses right\n"
+    )
     assert "No reply yet." in talk(FakeModel(), "one", "/reset", "/stats")
+    assert describe_stats(EngineStats().metrics()) == ""
 
 
 def test_ctrl_c_at_the_prompt_goes_on() -> None:

@@ -121,6 +121,21 @@ def chat(
             metavar="<size>", help="Most bytes in that folder; by default 16GiB.", show_default=False
         ),
     ] = None,
+    draft: Annotated[
+        str,
+        typer.Option(
+            help="Guess tokens ahead with the checkpoint's layer for it: auto (where it is measured to pay), "
+            "on, off, or stateless (without what was before, to compare). No answer depends on it."
+        ),
+    ] = "auto",
+    draft_tokens: Annotated[int, typer.Option(help="Most tokens guessed at once.")] = 1,
+    lanes: Annotated[
+        str,
+        typer.Option(
+            help="Compute one half of a step here while the workers compute the other: auto (where it is "
+            "measured to pay), on or off. No answer depends on it."
+        ),
+    ] = "auto",
     wire_dtype: Annotated[str, typer.Option(help="Activations sent to workers: f32 or bf16.")] = "f32",
     weight_format: Annotated[
         str,
@@ -159,6 +174,7 @@ def chat(
         kept = None if session is None else stack.enter_context(Session(session))
         folder = kv_disk_dir if kept is None else kv_disk_dir or kept.pages_folder
         options |= _cache_options(kv_cache_bytes, kv_memory_bytes, folder, kv_disk_bytes)
+        options |= {"draft": draft, "draft_tokens": draft_tokens, "lanes": lanes}
         stack.enter_context(keys_unseen())
         llm = stack.enter_context(_load(model, options, max_model_len))
         tell(str(llm.memory()))

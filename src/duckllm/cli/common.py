@@ -21,7 +21,7 @@ _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,3})?)\s*([KMGT](?:i?B)?)?B?", re.IGNOREC
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from duckllm.outputs import RequestMetrics, StreamOutput
+    from duckllm.outputs import EngineMetrics, RequestMetrics, StreamOutput
     from duckllm.sampling_params import SamplingParams
 
 
@@ -53,6 +53,18 @@ class ChatConversation(Protocol):
         """Begins anew."""
 
 
+_STEP_PARTS = {
+    "attention_s": "attention",
+    "dense_s": "dense layers",
+    "dispatch_s": "dispatch",
+    "wait_s": "waiting for experts",
+    "combine_s": "combining",
+    "head_s": "head",
+    "sampling_s": "sampling",
+    "draft_s": "guessing",
+}
+
+
 class ChatModel(Protocol):
     """What a chat needs of :class:`duckllm.LLM`."""
 
@@ -64,6 +76,9 @@ class ChatModel(Protocol):
 
     def memory(self) -> object:
         """What memory goes to; its text says so."""
+
+    def stats(self) -> EngineMetrics:
+        """What was computed so far, and how long it took."""
 
 
 def parse_size(field: str, text: str) -> int:
@@ -117,6 +132,35 @@ def describe_facts(info: ClusterInfo, metrics: RequestMetrics, ending: str = "")
     if ending:
         facts.append(ending)
     return "[" + ", ".join(facts) + "]"
+
+
+def describe_stats(stats: EngineMetrics) -> str:
+    """What the engine's last steps were and where their time went, in three lines; empty before the first."""
+    if not stats.window_steps:
+        return ""
+    parts = ", ".join(
+        f"{_STEP_PARTS[name]} {1000 * seconds:.2f}" for name, seconds in stats.step_parts_s.items() if seconds
+    )
+    rates = []
+    if stats.prefill_tokens_per_s is not None:
+        rates.append(f"{stats.prefill_tokens_per_s:.0f} tok/s of prompts")
+    if stats.decode_tokens_per_s is not None:
+        rates.append(f"{stats.decode_tokens_per_s:.1f} tok/s of replies")
+    if stats.acceptance is not None:
+        rates.append(f"{stats.acceptance:.0%} of guesses right")
+    for name, median, most in (
+        ("first token", stats.time_to_first_token_p50_s, stats.time_to_first_token_p99_s),
+        ("between tokens", stats.inter_token_p50_s, stats.inter_token_p99_s),
+    ):
+        if median is not None and most is not None:
+            rates.append(f"{name} {1000 * median:.1f} ms, 99 of 100 within {1000 * most:.1f}")
+    return (
+        f"Last {stats.window_steps} steps, {1000 * stats.step_s:.2f} ms each: {parts}\n"
+        f"{'; '.join(rates)}\n"
+        f"In all: {stats.num_prompt_tokens} tokens of prompts computed, "
+        f"{stats.num_generated_tokens} generated, "
+        f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} guesses right"
+    )
 
 
 def describe_ending(output: StreamOutput, params: SamplingParams) -> str:

@@ -18,6 +18,7 @@ from duckllm.cli.common import (
     ChatModel,
     describe_ending,
     describe_facts,
+    describe_stats,
     describe_workers,
 )
 from duckllm.cli.terminal import ReplyWriter, keys_unseen
@@ -165,8 +166,9 @@ class Repl:
         return (
             f"This conversation: {self._num_replies} replies, {self._num_generated_tokens} tokens generated, "
             f"{self._num_prompt_tokens} tokens in the last prompt.\n"
-            f"Last reply: {describe_facts(self._model.cluster_info(), self._last_metrics)}"
-        )
+            f"Last reply: {describe_facts(self._model.cluster_info(), self._last_metrics)}\n"
+            f"{describe_stats(self._model.stats())}"
+        ).rstrip()
 
     def _say(self, text: str) -> None:
         self._out.write(text + "\n")
