@@ -2,7 +2,7 @@
 
 Called by the engine, through :mod:`duckllm.models.registry`; calls the layers and an expert executor. Knows
 no worker, request or text. What sets a family apart is in its :class:`ModelConfig`, which the family's module
-makes. The multi-token-prediction layer of a checkpoint is not loaded; :mod:`duckllm.models.mtp` adds it.
+makes. The multi-token-prediction layer of a checkpoint is not part of it; :mod:`duckllm.models.mtp` has it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The multi-token-prediction (MTP) layer of a checkpoint, which drafts the token after the next one.
 
-It belongs to DeepSeek-V3 and V3.2, GLM-4.5 and GLM-5, and lies behind the layers that a token passes. Loaded
-only by who makes an :class:`MTPLayer`; a model without one pays nothing for it. Calls the layers of
+It belongs to DeepSeek-V3 and V3.2, GLM-4.5 and GLM-5, and lies behind the layers that a token passes. Used
+by :mod:`duckllm.engine.speculative`; a model without one pays nothing for it. Calls the layers of
 :mod:`duckllm.models.causal_lm`, knows no engine and drafts no more than it is asked for.
 """
 
@@ -37,15 +37,14 @@ class MTPLayer:
         y_i = shared_head.norm(a decoder layer with routed experts, of x_1 .. x_i)
 
     and the model's head on y_i predicts t_i+2. Attention turns x_i by position i, as the model does h_i;
-    counted from t_i+1's position it is the same, for angles between tokens are all that matters. So a
-    token's place in the layer's cache is its place in the model's. Of several such layers the first is taken.
+    counted from t_i+1's position it is the same, for angles between tokens are all that matters, and so whose
+    position a row has is the caller's choice. Of several such layers the first is taken.
 
     Args:
         model: The loaded model.
         tensors: The host's tensors of the same converted model.
         experts: Who computes the layer's routed experts: one that has them. ``LocalExperts`` has every layer
-            of a converted model; workers have what :func:`duckllm.moe.placement.plan_workers` gave them,
-            which is the first ``num_layers`` layers alone where that is said, as for an ``LLM``.
+            of a converted model; workers have what :func:`duckllm.moe.placement.plan_workers` gave them.
 
     Raises:
         CheckpointError: The checkpoint has no such layer, or a tensor of it is missing or misshapen.
