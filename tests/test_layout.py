@@ -82,7 +82,9 @@ def run_without(module: str, code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", ["torch", "transformers", "safetensors", "prompt_toolkit", "jinja2"])
+@pytest.mark.parametrize(
+    "module", ["torch", "transformers", "safetensors", "prompt_toolkit", "jinja2", "llguidance"]
+)
 def test_a_worker_needs_none_of_the_hosts_packages(module: str) -> None:
     run_without(
         module,

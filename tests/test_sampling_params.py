@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from duckllm.errors import ConfigError
-from duckllm.sampling_params import SamplingParams
+from duckllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 
 @pytest.mark.parametrize(
@@ -136,3 +137,64 @@ def test_a_models_own_repetition_penalty_is_a_default() -> None:
     sampled = {"do_sample": True, "repetition_penalty": 1.05, "temperature": 0.7, "top_k": 20}
     expected = SamplingParams(temperature=0.7, top_k=20, repetition_penalty=1.05)
     assert SamplingParams.from_generation_config(sampled) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {},
+            "structured_outputs: got none, expected exactly one of json, regex, choice, grammar, json_object",
+        ),
+        ({"json_object": False}, "structured_outputs: got none, "),
+        ({"regex": "a", "choice": ["b"]}, "structured_outputs: got choice and regex, expected exactly one"),
+        ({"json_object": 1}, "structured_outputs.json_object: got 1, expected True, or None"),
+        ({"json": 3}, "structured_outputs.json: got 3, expected a JSON Schema, as a mapping or its text"),
+        (
+            {"json": "{"},
+            "structured_outputs.json: got '{', expected a JSON Schema, as a mapping or its text (",
+        ),
+        ({"json": "[]"}, "structured_outputs.json: got '[]', expected a JSON Schema"),
+        ({"json": {"const": float("nan")}}, "structured_outputs.json: got {'const': nan}, expected a JSON"),
+        ({"json": {"const": object}}, "structured_outputs.json: got {'const': <class 'object'>}, expected"),
+        ({"json": '{"const": "\\ud800"}'}, "structured_outputs.json: got text that UTF-8 cannot hold"),
+        ({"regex": ""}, "structured_outputs.regex: got '', expected text, not empty"),
+        ({"regex": b"a"}, "structured_outputs.regex: got b'a', expected text"),
+        ({"grammar": ["a"]}, "structured_outputs.grammar: got ['a'], expected text"),
+        ({"choice": "yes"}, "structured_outputs.choice: got 'yes', expected a list of texts"),
+        ({"choice": []}, "structured_outputs.choice: got [], expected a list of texts that are not empty"),
+        ({"choice": ["yes", ""]}, "structured_outputs.choice: got '', expected a list of texts"),
+        ({"choice": ["\ud800"]}, "structured_outputs.choice: got text that UTF-8 cannot hold"),
+    ],
+)
+def test_structured_outputs_that_make_no_sense_name_the_field(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        StructuredOutputsParams(**values)
+    assert str(raised.value).startswith(message)
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(3000):
+        schema = {"items": schema}
+    message = r"structured_outputs\.json: got a value that is nested too deeply, expected a JSON Schema"
+    with pytest.raises(ConfigError, match=message):
+        StructuredOutputsParams(json=schema)
+
+
+def test_structured_outputs_are_values() -> None:
+    schema = {"type": "object", "properties": {"b": {}, "a": {"const": "é"}}}
+    one, other = (StructuredOutputsParams(json=dict(schema)) for _ in range(2))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one.schema == '{"type": "object", "properties": {"b": {}, "a": {"const": "é"}}}'
+    assert StructuredOutputsParams(json=one.schema).schema == one.schema
+    assert StructuredOutputsParams(json_object=True).schema == '{"type": "object"}'
+    params = SamplingParams(structured_outputs=one)
+    assert params == SamplingParams(structured_outputs=other)
+    assert hash(params) == hash(SamplingParams(structured_outputs=other))
+    assert params != SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a"]))
+    with pytest.raises(
+        ConfigError, match=r"structured_outputs: got .* expected StructuredOutputsParams, or None"
+    ):
+        SamplingParams(structured_outputs={"json": {}})  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from duckllm.llm import LLM
     from duckllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamOutput
-    from duckllm.sampling_params import SamplingParams
+    from duckllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StreamOutput",
+    "StructuredOutputsParams",
     "__version__",
 ]
 
@@ -29,6 +30,7 @@ _LAZY = {
     "RequestOutput": "duckllm.outputs",
     "SamplingParams": "duckllm.sampling_params",
     "StreamOutput": "duckllm.outputs",
+    "StructuredOutputsParams": "duckllm.sampling_params",
 }
 
 

@@ -59,6 +59,8 @@ def show_value(got: object) -> str:
         text = repr(got).replace("\n", " ")
     except ValueError:  # Python writes no whole number of more than some thousand digits
         text = "a value of too many digits"
+    except RecursionError:
+        text = "a value that is nested too deeply"
     half = (_SHOWN - 3) // 2
     return text if len(text) <= _SHOWN else f"{text[:half]}...{text[-half:]}"
 

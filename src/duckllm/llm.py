@@ -197,7 +197,8 @@ class LLM:
 
         Raises:
             RequestError: A prompt cannot be honoured, or the LLM is closed.
-            ConfigError: The sampling names a token that the model does not have.
+            ConfigError: The sampling names a token that the model does not have, or structured outputs that
+                cannot be kept to.
             WorkerLostError: A worker went away, or did not answer in time.
         """
         items = _as_list(prompts)
@@ -219,7 +220,8 @@ class LLM:
 
         Raises:
             RequestError: A conversation cannot be honoured, or the LLM is closed.
-            ConfigError: The sampling names a token that the model does not have.
+            ConfigError: The sampling names a token that the model does not have, or structured outputs that
+                cannot be kept to.
             WorkerLostError: A worker went away, or did not answer in time.
         """
         if not isinstance(messages, Sequence) or isinstance(messages, str):
@@ -244,7 +246,8 @@ class LLM:
 
         Raises:
             RequestError: The prompt cannot be honoured, or the LLM is closed.
-            ConfigError: The sampling names a token that the model does not have.
+            ConfigError: The sampling names a token that the model does not have, or structured outputs that
+                cannot be kept to.
             WorkerLostError: A worker went away, or did not answer in time.
 
         Example:

@@ -138,9 +138,12 @@ class CompletionOutput:
         cumulative_logprob: Sum of the tokens' log probabilities; None without ``logprobs``.
         logprobs: For each token, its log probability and those of the likeliest tokens by id, the reply's own
             first, then the likeliest one downwards; None without ``logprobs``.
-        finish_reason: ``"stop"`` at an end token, a stop token or a stop string, ``"length"`` at
-            ``max_tokens`` or at the context's end.
-        stop_reason: The stop string, or the one of ``stop_token_ids``, that ended the reply; else None.
+        finish_reason: ``"stop"`` at an end token, a stop token, a stop string or where nothing may follow in
+            structured outputs, ``"length"`` at ``max_tokens`` or at the context's end, ``"error"`` where
+            structured outputs cannot go on: the grammar needs more work than one token may, or says what the
+            model has no tokens for.
+        stop_reason: The stop string, or the one of ``stop_token_ids``, that ended the reply, or what the
+            error is; else None.
     """
 
     index: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +17,103 @@ MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
+class StructuredOutputsParams:
+    r"""What a reply's text must be: exactly one of these; names as in vLLM.
+
+    A reply that ends at an end token, or where no more text may follow, is a whole text of its kind; one that
+    ``max_tokens``, a stop string or a stop token that is text cuts is the beginning of one.
+
+    Args:
+        json: A JSON Schema, as a mapping or its text. What of it cannot be kept to is refused by name.
+            Properties come in the schema's order, and white space may be between; ``"x-guidance":
+            {"whitespace_flexible": False}`` in the schema allows none.
+        regex: A regular expression that the whole text matches, in the syntax of Rust's regex crate, without
+            look-around; ``.`` is no line feed.
+        choice: Texts, of which it is one.
+        grammar: A context-free grammar: Lark's EBNF, with the start rule ``start`` (llguidance's dialect), or
+            llama.cpp's GBNF, with ``root ::=``.
+        json_object: True for any JSON object.
+
+    Raises:
+        ConfigError: None of them or several, or one of the wrong kind. What a schema, an expression or a
+            grammar says is checked when a request is made of it.
+
+    Example:
+        >>> StructuredOutputsParams(choice=["yes", "no"]).kind
+        'choice'
+        >>> StructuredOutputsParams(regex=r"\d+", json_object=True)
+        Traceback (most recent call last):
+        duckllm.errors.ConfigError: structured_outputs: got json_object and regex, expected exactly one of ...
+    """
+
+    json: Mapping[str, Any] | str | None = field(default=None, hash=False)
+    regex: str | None = None
+    choice: Sequence[str] | None = field(default=None, hash=False)
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.json_object, bool | None):
+            raise ConfigError("structured_outputs.json_object", self.json_object, "True, or None")
+        given = self._given()
+        if len(given) != 1:
+            names = ", ".join(_STRUCTURES)
+            got = InWords(" and ".join(sorted(given)) or "none")
+            raise ConfigError("structured_outputs", got, f"exactly one of {names}")
+        if self.kind == "json":
+            self._check_schema()
+        elif self.kind == "choice":
+            expected = "a list of texts that are not empty"
+            if (
+                not isinstance(self.choice, Sequence)
+                or isinstance(self.choice, str | bytes)
+                or not self.choice
+            ):
+                raise ConfigError("structured_outputs.choice", self.choice, expected)
+            for text in self.choice:
+                _require_text("structured_outputs.choice", text, expected)
+        elif self.kind != "json_object":
+            _require_text(f"structured_outputs.{self.kind}", getattr(self, self.kind), "text, not empty")
+
+    @property
+    def kind(self) -> str:
+        """The field that is given."""
+        return self._given()[0]
+
+    @property
+    def schema(self) -> str:
+        """The JSON Schema of ``json`` or ``json_object``, as text."""
+        if self.kind == "json_object":
+            return '{"type": "object"}'
+        schema = json.loads(self.json) if isinstance(self.json, str) else dict(self.json or {})
+        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+
+    def _given(self) -> list[str]:
+        return [name for name in _STRUCTURES if getattr(self, name) not in (None, False)]
+
+    def _check_schema(self) -> None:
+        name, expected = "structured_outputs.json", "a JSON Schema, as a mapping or its text"
+        if not isinstance(self.json, str | Mapping):
+            raise ConfigError(name, self.json, expected)
+        try:
+            schema = self.schema
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ConfigError(name, self.json, expected, str(error)) from error
+        if not schema.startswith("{"):
+            raise ConfigError(name, self.json, expected)
+        _require_text(name, schema, expected)
+
+
+_STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     r"""Sampling of one request.
 
     Logits are changed in this order: ``logit_bias``, then the penalties for repetition, frequency and
-    presence; what is greedy then takes the likeliest token. Otherwise temperature, min_p, top_k and top_p
+    presence; then what ``structured_outputs`` does not allow is left out; what is greedy then takes the
+    likeliest token. Otherwise temperature, min_p, top_k and top_p
     follow, each on what the one before it left.
 
     Args:
@@ -50,6 +143,9 @@ class SamplingParams:
         n: Number of replies to the prompt, up to 16384; more than one needs a temperature above 0. Reply i is
             the one that a seed of ``seed + i`` gives alone.
         skip_special_tokens: The text has no special tokens.
+        structured_outputs: What the text must be; None for anything. End tokens are chosen where the text may
+            end and nowhere else, and there they end the reply in spite of ``ignore_eos``. It ends without one
+            where nothing may follow, in spite of ``min_tokens``. A control token is never part of the text.
 
     Raises:
         ConfigError: A value is of the wrong kind or out of range.
@@ -81,6 +177,7 @@ class SamplingParams:
     logprobs: int | None = None
     n: int = 1
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._require_number("temperature", "a number from 0 to 1000000", lambda v: 0 <= v <= 1_000_000)
@@ -109,6 +206,10 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "True or False")
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise ConfigError(
+                "structured_outputs", self.structured_outputs, "StructuredOutputsParams, or None"
+            )
         self._check_logit_bias()
         self._check_stops()
 
@@ -182,3 +283,10 @@ def _is_number(value: object) -> bool:
 
 def _is_int(value: object, least: int, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _require_text(name: str, value: object, expected: str) -> None:
+    if not isinstance(value, str) or not value:
+        raise ConfigError(name, value, expected)
+    if not is_utf8(value):
+        raise ConfigError(name, InWords("text that UTF-8 cannot hold"), expected)

@@ -2,7 +2,7 @@
 
 At least 500 mixes in each run of the suite: prompts that begin alike, chunk sizes, room for few pages or
 many, tiers below them, requests given up half way, guesses by a layer of any quality, lanes, greedy and
-sampled replies.
+sampled replies, with a grammar and without.
 """
 
 from __future__ import annotations
@@ -26,12 +26,16 @@ from duckllm.engine.tiers import TierSettings
 from duckllm.layers.step import LayerCache
 from duckllm.models.causal_lm import CausalLM
 from duckllm.models.mtp import MTPLayer
-from duckllm.sampling_params import SamplingParams
+from duckllm.sampling_params import SamplingParams, StructuredOutputsParams
 from duckllm.text import Tokenizer
+from duckllm.text.grammar import GrammarTable
 from duckllm.weights.resolve import resolve_model
 from support.drafting import GROUPED, SPARSE, Remembering, load, make_engine, make_model
+from support.grammars import tiny_table
 
 CONTEXT = 64
+# May end after a few tokens, and goes on for as long as any reply.
+GRAMMAR = StructuredOutputsParams(regex="[a-z ]{1,3}([0-9]+[a-m ]{1,4})*")
 
 
 class Toggling:
@@ -106,17 +110,23 @@ class Subject:
         mtp: Its layer of multi-token prediction.
         stems: Beginnings of prompts.
         context: Most tokens of prompt and reply.
+        table: Its tokens as grammars need them.
     """
 
-    def __init__(self, model: CausalLM, mtp: MTPLayer, stems: Sequence[list[int]], context: int) -> None:
+    def __init__(
+        self, model: CausalLM, mtp: MTPLayer, stems: Sequence[list[int]], context: int, table: GrammarTable
+    ) -> None:
         self.model, self.mtp, self.stems, self.context = model, mtp, stems, context
+        self.table = table
         self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def params(self, prompt: list[int], count: int) -> SamplingParams:
-        """Greedy for one half of the prompts, sampled for the other one."""
+        """Greedy for one half of the prompts, sampled for the other one; a third keeps to a grammar."""
         options: dict[str, Any] = {"max_tokens": count, "ignore_eos": True, "temperature": 0.0}
         if sum(prompt) % 2:
             options |= {"temperature": 1.3, "top_p": 0.95, "seed": sum(prompt), "presence_penalty": 0.5}
+        if sum(prompt) % 3 == 0:
+            options["structured_outputs"] = GRAMMAR
         return SamplingParams(**options)
 
     def alone(self, prompt: list[int], count: int) -> tuple[int, ...]:
@@ -125,6 +135,7 @@ class Subject:
             engine = make_engine(
                 self.model, context=self.context, step=self.context, pages=self.context // 16
             )
+            engine.grammar_table = self.table
             request = engine.new_request(prompt, self.params(prompt, min(12, self.context - len(prompt))))
             list(engine.run(request))
             self._known[tuple(prompt)] = request.output_token_ids
@@ -176,6 +187,7 @@ class Subject:
         self, mix: Mix, engine: Engine, prompts: list[list[int]], expected: list[tuple[int, ...]]
     ) -> None:
         engine.choices = Toggling(mix.seed, mix.share)  # type: ignore[assignment]
+        engine.grammar_table = self.table
         order = random.Random(mix.seed)
         requests = [
             engine.new_request(prompt, self.params(prompt, count))
@@ -214,7 +226,8 @@ STEMS = [[5, 9, 20, 31, 7, 12, 8] * 6, [3] * 40, [*range(2, 44)]]
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Subject]:
     def subject(spec: Any) -> Subject:
-        return Subject(*make_model(tmp_path_factory.mktemp("model"), spec, CONTEXT), STEMS, CONTEXT)
+        model, mtp = make_model(tmp_path_factory.mktemp("model"), spec, CONTEXT)
+        return Subject(model, mtp, STEMS, CONTEXT, tiny_table())
 
     return subject
 
@@ -240,7 +253,7 @@ def demo() -> Subject:
         tokenizer.apply_chat_template([{"role": "user", "content": " ".join(texts[first : first + 12])}])
         for first in (0, 6, 12)
     ]
-    return Subject(model, mtp, stems, 256)
+    return Subject(model, mtp, stems, 256, GrammarTable.of(tokenizer, model.config.vocab_size))
 
 
 @settings(max_examples=250, deadline=None)

@@ -23,6 +23,7 @@ from duckllm.models.causal_lm import CausalLM
 from duckllm.models.mtp import MTPLayer
 from duckllm.sampling_params import SamplingParams
 from duckllm.text import Tokenizer
+from duckllm.text.grammar import GrammarTable
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class Engine:
         )
         self.choices = Choices(drafting.policy if drafting else "off", lanes)
         self.stats = EngineStats()
+        self.grammar_table: GrammarTable | None = None  # until a reply needs one
         self._num_requests = 0
 
     def new_request(
@@ -121,7 +123,16 @@ class Engine:
             eos_token_ids=self.eos_token_ids,
             tokenizer=tokenizer,
             index=index,
+            grammar_table=self._table(tokenizer) if params.structured_outputs is not None else None,
         )
+
+    def _table(self, tokenizer: Tokenizer | None) -> GrammarTable:
+        """The tokens as grammars need them, made once."""
+        if self.grammar_table is None:
+            assert tokenizer is not None
+            vocab_size = self.model.config.vocab_size
+            self.grammar_table = GrammarTable.of(tokenizer, vocab_size, self.eos_token_ids)
+        return self.grammar_table
 
     def add(self, request: Request) -> None:
         """Lets the next steps compute the request, beside others."""

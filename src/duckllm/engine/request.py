@@ -21,6 +21,7 @@ from duckllm.outputs import (
     percentile,
 )
 from duckllm.sampling_params import SamplingParams
+from duckllm.text.grammar import Grammar, GrammarTable
 from duckllm.text.reply_text import ReplyText
 from duckllm.text.tokenizer import Tokenizer
 
@@ -41,11 +42,13 @@ class Request:
         eos_token_ids: Tokens that end a reply.
         tokenizer: Gives the reply its text, in which stop strings are looked for; without it there is none.
         index: The number of this reply among the n of its prompt.
+        grammar_table: The tokens as grammars need them; None where ``params`` has no structured outputs.
 
     Raises:
         RequestError: The prompt is empty, or has a token outside the vocabulary.
         PromptTooLongError: The prompt leaves no room for a reply.
-        ConfigError: The sampling names a token outside the vocabulary, or leaves no token to choose.
+        ConfigError: The sampling names a token outside the vocabulary, leaves no token to choose, or asks for
+            structured outputs that the reply cannot be made to keep to.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Request:
         eos_token_ids: frozenset[int],
         tokenizer: Tokenizer | None = None,
         index: int = 0,
+        grammar_table: GrammarTable | None = None,
     ) -> None:
         if not prompt_token_ids:
             raise RequestError("prompt: got no tokens, expected at least 1")
@@ -85,6 +89,12 @@ class Request:
         } | self._stop_token_ids
         _check_vocabulary(params, end_token_ids, vocab_size)
         self._sampler = Sampler(params, self.num_prompt_tokens, end_token_ids=end_token_ids, index=index)
+        # It has taken the tokens of the reply; a copy of it takes guesses, which may be wrong.
+        self._grammar: Grammar | None = None
+        self._grammar_ahead: Grammar | None = None
+        if params.structured_outputs is not None:
+            assert grammar_table is not None
+            self._grammar = grammar_table.grammar(params.structured_outputs, end_token_ids)
         assert tokenizer is not None or not params.stop_strings
         self._tokenizer = tokenizer
         self._reply_text = None if tokenizer is None else ReplyText(tokenizer, params)
@@ -121,7 +131,8 @@ class Request:
         Raises:
             ModelError: The logits are broken.
         """
-        token_id = self._sampler.sample(logits, self.token_ids)
+        allowed = None if self._grammar is None else self._grammar.allowed
+        token_id = self._sampler.sample(logits, self.token_ids, allowed)
         if self.params.logprobs is not None:
             self._logprobs.append(self._logprobs_at(logits, token_id, self.params.logprobs))
         self.append(token_id)
@@ -154,7 +165,10 @@ class Request:
         left = self.max_model_len - len(self.token_ids)
         if self.params.max_tokens is not None:
             left = min(left, self.params.max_tokens - self.num_output_tokens)
-        return min(num_tokens, left - 1)
+        most, num_drafts = min(num_tokens, left - 1), len(self.draft_token_ids)
+        if 0 < num_drafts < most and self._grammar_ahead is not None and self._grammar_ahead.is_finished:
+            return num_drafts
+        return most
 
     def add_draft(self, logits: torch.Tensor) -> None:
         """Guesses one token more.
@@ -162,20 +176,40 @@ class Request:
         Shapes:
             logits: [V] f32, of another model; not changed
         """
-        drafts = self.draft_token_ids
-        drafts.append(self._sampler.draft(logits, self.token_ids, len(drafts)))
+        drafts, allowed = self.draft_token_ids, None
+        if self._grammar is not None:
+            if not drafts or self._grammar_ahead is None:
+                self._grammar_ahead = self._grammar.copy()
+            allowed = self._grammar_ahead.allowed
+        drafts.append(self._sampler.draft(logits, self.token_ids, len(drafts), allowed))
+        if self._grammar_ahead is not None:
+            self._grammar_ahead.accept(drafts[-1])
 
     def append(self, token_id: int) -> None:
         """Adds the next token of the reply and decides whether it was the last."""
         self.token_ids.append(token_id)
         self._token_times_s.append(time.perf_counter())
-        if token_id in self._eos_token_ids and not self.params.ignore_eos:
+        grammar = self._grammar
+        if grammar is not None:
+            grammar.accept(token_id)
+        is_end_token = True
+        if token_id in self._eos_token_ids and (grammar is not None or not self.params.ignore_eos):
             self.finish_reason = "stop"
         elif token_id in self._stop_token_ids:
             self.finish_reason, self.stop_reason = "stop", token_id
-        elif self.num_output_tokens == self.params.max_tokens or len(self.token_ids) >= self.max_model_len:
+        else:
+            is_end_token = False
+        if self.finish_reason is None and grammar is not None and grammar.is_finished:
+            self.finish_reason = "stop" if grammar.error is None else "error"
+            self.stop_reason = grammar.error
+        elif self.finish_reason is None and (
+            self.num_output_tokens == self.params.max_tokens or len(self.token_ids) >= self.max_model_len
+        ):
             self.finish_reason = "length"
-        self._texts.append("" if self._reply_text is None else self._read(self._reply_text, token_id))
+        if self._reply_text is None:
+            self._texts.append("")
+        else:
+            self._texts.append(self._read(self._reply_text, token_id, is_end_token=is_end_token))
 
     def given_output(self) -> StreamOutput:
         """What the token adds that was given last."""
@@ -242,12 +276,11 @@ class Request:
             cached,
         )
 
-    def _read(self, reply_text: ReplyText, token_id: int) -> str:
+    def _read(self, reply_text: ReplyText, token_id: int, *, is_end_token: bool) -> str:
         """The text that the newest token lets be shown; a stop string in it ends the reply."""
         may_stop = self.num_output_tokens > self.params.min_tokens
-        ended = self.finish_reason == "stop"
         text = ""
-        if not ended or self.params.include_stop_str_in_output:
+        if not is_end_token or self.params.include_stop_str_in_output:
             text = reply_text.push(token_id, may_stop=may_stop)
         if self.finish_reason is not None and reply_text.stop_string is None:
             text += reply_text.finish(may_stop=may_stop)

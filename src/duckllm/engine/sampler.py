@@ -32,6 +32,8 @@ class Sampler:
 
     The order is vLLM's: bias, penalties for repetition, frequency and presence, temperature, min-p, top-k,
     then top-p over what is left. Before ``min_tokens`` tokens the tokens that end a reply have no chance.
+    What a grammar does not allow is taken out behind the penalties; where it allows nothing but tokens that
+    end a reply, it goes before ``min_tokens``.
 
     Args:
         params: Sampling.
@@ -63,12 +65,18 @@ class Sampler:
         self._penalties = Penalties(params, num_prompt_tokens) if penalised else None
         self._is_plain = not bias and not penalised and params.min_tokens == 0
 
-    def sample(self, logits: torch.Tensor, token_ids: Sequence[int] = ()) -> int:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        token_ids: Sequence[int] = (),
+        allowed: npt.NDArray[np.bool_] | None = None,
+    ) -> int:
         """The next token; the lowest number among equally likely ones when greedy.
 
         Shapes:
             logits: [V] f32, not changed
             token_ids: prompt and reply so far, what was given before and more
+            allowed: [V], which tokens may be chosen, at least one; None for all
 
         Raises:
             ModelError: A logit is not a finite number, so that the weights or a step's result are broken.
@@ -78,9 +86,18 @@ class Sampler:
         largest = float(logits[int(logits.numpy().argmax())])
         if not math.isfinite(largest):
             raise ModelError(f"logits: got {largest}, expected finite numbers")
-        return self._choose(logits, token_ids, len(token_ids))
+        token_id = self._choose(logits, token_ids, len(token_ids), allowed)
+        if allowed is not None and not allowed[token_id]:
+            raise ModelError("logits: got -inf for every token that is allowed, expected finite numbers")
+        return token_id
 
-    def draft(self, logits: torch.Tensor, token_ids: Sequence[int], num_ahead: int) -> int:
+    def draft(
+        self,
+        logits: torch.Tensor,
+        token_ids: Sequence[int],
+        num_ahead: int,
+        allowed: npt.NDArray[np.bool_] | None = None,
+    ) -> int:
         """A guess at what :meth:`sample` will give, from another model's logits.
 
         It is what these logits themselves would give at that place. Penalties are those of the tokens that
@@ -90,28 +107,40 @@ class Sampler:
             logits: What is thought to follow ``num_ahead`` tokens that were guessed before.
             token_ids: Prompt and reply so far.
             num_ahead: Tokens guessed between these and the one to choose.
+            allowed: As for :meth:`sample`.
 
         Shapes:
             logits: [V] f32, not changed
         """
-        return self._choose(logits, token_ids, len(token_ids) + num_ahead)
+        return self._choose(logits, token_ids, len(token_ids) + num_ahead, allowed)
 
-    def _choose(self, logits: torch.Tensor, token_ids: Sequence[int], position: int) -> int:
-        if not self._is_plain:
-            logits = self.adjusted(logits, token_ids, position)
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        token_ids: Sequence[int],
+        position: int,
+        allowed: npt.NDArray[np.bool_] | None,
+    ) -> int:
+        if not self._is_plain or allowed is not None:
+            logits = self.adjusted(logits, token_ids, position, allowed)
         if self.params.greedy:
             return int(logits.numpy().argmax())
         return self._draw(self.probabilities(logits), position)
 
     def adjusted(
-        self, logits: torch.Tensor, token_ids: Sequence[int] = (), position: int | None = None
+        self,
+        logits: torch.Tensor,
+        token_ids: Sequence[int] = (),
+        position: int | None = None,
+        allowed: npt.NDArray[np.bool_] | None = None,
     ) -> torch.Tensor:
-        """The logits with bias and penalties, and without the end tokens where it is too early for them.
+        """The logits with bias and penalties, of what may be chosen: no end token where it is too early.
 
         Args:
             logits: As for :meth:`sample`.
             token_ids: As for :meth:`sample`.
             position: Of the token to choose; None for the one behind ``token_ids``.
+            allowed: As for :meth:`sample`.
 
         Shapes:
             logits: [V] f32, not changed; result: [V] f32
@@ -122,7 +151,11 @@ class Sampler:
         logits[self._bias_ids] += self._bias
         if self._penalties is not None:
             self._penalties.apply_(logits, token_ids)
-        if position - self._num_prompt_tokens < self.params.min_tokens:
+        is_too_early = position - self._num_prompt_tokens < self.params.min_tokens
+        if allowed is not None:
+            logits.masked_fill_(torch.from_numpy(~allowed), -torch.inf)
+            is_too_early = is_too_early and allowed.sum() > allowed[self._end_ids.numpy()].sum()
+        if is_too_early:
             logits[self._end_ids] = -torch.inf
         return logits
 

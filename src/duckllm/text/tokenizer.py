@@ -28,6 +28,7 @@ class Tokenizer:
     Attributes:
         eos_token_ids: The tokens that end a reply, ascending.
         special_token_ids: The tokens that :meth:`decode` leaves out.
+        control_token_ids: These, and others that steer the model and are no text of its own.
         bos_token_id: The token that begins a text, or None.
         max_token_id: The highest id of any token. A model may have rows for more, which no token has.
 
@@ -48,6 +49,9 @@ class Tokenizer:
         self._control_texts = control_texts(
             ((token.content, token.special) for token in added.values()), str(self._inner.chat_template or "")
         )
+        self.control_token_ids = self.special_token_ids | {
+            token_id for token_id, token in added.items() if token.content in self._control_texts
+        }
         decoders = _decoder_types(self._inner)
         self._byte_level = "ByteLevel" in decoders
         self._byte_fallback = "ByteFallback" in decoders
@@ -183,6 +187,19 @@ class Tokenizer:
         if data is None and self._byte_fallback:
             data = fallback_byte(token)
         return token.encode() if data is None else data
+
+    def bytes_in_text(self, token_id: int, *, first: bool = False) -> bytes:
+        """The UTF-8 bytes that one token adds to a decoded text, within it or as its ``first``.
+
+        Empty for a control token and for an unknown one.
+        """
+        if token_id in self.control_token_ids:
+            return b""
+        data = self.token_bytes(token_id)
+        if not data or self._byte_level or (self._byte_fallback and len(data) == 1 and data[0] >= 0x80):
+            return data
+        before = [] if first else self._inner.encode("a", add_special_tokens=False)[-1:]
+        return self.decode([*before, token_id])[len(self.decode(before)) :].encode()
 
     def _token(self, token_id: int) -> str | None:
         """The token as its decoder takes it; None for an id that no token has."""
