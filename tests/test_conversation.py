@@ -119,6 +119,17 @@ def test_without_thinking_to_leave_out_the_template_is_followed_by_going_on(tmp_
     assert second[: len(first) + len(reply)] == first + reply
 
 
+def test_calls_of_tools_stay_the_special_tokens_that_they_were(tmp_path: Path) -> None:
+    """A reply's text has none of them; the next prompt does."""
+    tokenizer = make_tokenizer(tmp_path, PLAIN)
+    special = sorted(tokenizer.special_token_ids)[:2]
+    reply = [*tokenizer.encode("calling"), special[0], *tokenizer.encode("quack()"), special[1]]
+    first, second = turns(tokenizer, [reply, [5]], ["one", "two"]).prompts
+    assert "calling" in tokenizer.decode(reply)
+    assert tokenizer.encode(tokenizer.decode(reply)) != reply
+    assert second[: len(first) + len(reply)] == first + reply
+
+
 def test_a_template_that_moves_things_is_followed(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path, MOVING)
     model = turns(tokenizer, [odd_tokens(tokenizer, "def quack"), [5]], ["one", "two"])

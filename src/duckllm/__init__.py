@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from duckllm.conversation import Conversation
     from duckllm.llm import LLM
     from duckllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamOutput
     from duckllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -14,6 +15,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "Conversation",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
@@ -26,6 +28,7 @@ __all__ = [
 _LAZY = {
     "LLM": "duckllm.llm",
     "CompletionOutput": "duckllm.outputs",
+    "Conversation": "duckllm.conversation",
     "RequestMetrics": "duckllm.outputs",
     "RequestOutput": "duckllm.outputs",
     "SamplingParams": "duckllm.sampling_params",

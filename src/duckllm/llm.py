@@ -19,6 +19,7 @@ from duckllm.assembly import CacheLimits, ClusterInfo, begin_workers, build_engi
 from duckllm.config import MAX_THREADS, MAX_WORKERS, ClusterConfig, StepConfig
 from duckllm.conversation import Conversation
 from duckllm.engine.cache_size import DEFAULT_MAX_NUM_SEQS, HostMemory
+from duckllm.engine.page_files import check_model
 from duckllm.errors import CheckpointError, ConfigError, InWords, RequestError
 from duckllm.models.registry import open_model
 from duckllm.outputs import EngineMetrics, RequestOutput, StreamOutput
@@ -118,6 +119,8 @@ class LLM:
         )
         opened = open_model(model)
         self.model_hash = opened.manifest.model_hash
+        if limits.disk_dir is not None:
+            check_model(limits.disk_dir, self.model_hash)
         self.default_sampling_params = _default_sampling_params(opened.path)
         stack = ExitStack()
         # Closes the workers when the object goes, and at the interpreter's exit, if nobody did before.

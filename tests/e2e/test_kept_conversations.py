@@ -14,7 +14,8 @@ from duckllm.demo import load_questions
 from duckllm.engine.kv_cache import PAGE_TOKENS
 from duckllm.outputs import CachedTokens
 
-GREEDY = SamplingParams(temperature=0, max_tokens=60)
+# With log probabilities, so that equal outputs are equal to the last bit.
+GREEDY = SamplingParams(temperature=0, max_tokens=60, logprobs=3)
 TOKENS = 900
 FIRST, PREVIOUS = "What was my first question?", "What was my previous question?"
 SESSION = [

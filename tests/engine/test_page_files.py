@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from duckllm.engine import page_files
-from duckllm.engine.page_files import PageFolder, PageFormat, PageKey, to_file
+from duckllm.engine.page_files import PageFolder, PageFormat, PageKey, check_model, to_file
 from duckllm.errors import CacheFormatError, ConfigError
 
 FORMAT = PageFormat("a" * 64, "float32", ((2,), (1,)), 4, 4 * 3 * 4)
@@ -136,6 +136,11 @@ def test_another_model_or_format_is_refused_by_name(
     with pytest.raises(CacheFormatError) as caught:
         PageFolder(tmp_path / "a", other, MANY)
     assert str(caught.value).startswith(f"{tmp_path / 'a' / 'kv-cache.json'}: {message}")
+    if "model_hash" in change:  # which is known before anything is loaded
+        with pytest.raises(CacheFormatError, match=r"kv-cache\.json: model_hash: got \"aaaa"):
+            check_model(tmp_path / "a", other.model_hash)
+    check_model(tmp_path / "a", FORMAT.model_hash)
+    check_model(tmp_path / "nothing", other.model_hash)
     # A single file of it is named, left alone and never used.
     mine = PageFolder(tmp_path / "b", other, MANY)
     strange = mine.path_of(key_of(1).hash)

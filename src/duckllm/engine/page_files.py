@@ -152,6 +152,26 @@ def _short_hash(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
+def check_model(folder: Path, model_hash: str) -> None:
+    """Refuses a folder of another model's pages before anything is loaded; the rest is checked in use.
+
+    Raises:
+        CacheFormatError: Names the folder, the model that it is of and the one that was expected.
+    """
+    path = folder / DESCRIPTION_FILE
+    try:
+        got = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return
+    if isinstance(got, dict) and got.get("model_hash") != model_hash:
+        difference = f"model_hash: got {_shown(got.get('model_hash'))}, expected {_shown(model_hash)}"
+        raise CacheFormatError(_of_another(path, difference))
+
+
+def _of_another(path: Path, difference: str) -> str:
+    return f"{path}: {difference}; another model or layout needs another folder"
+
+
 class PageFolder:
     """The files of a folder, the one used longest ago first, no more of them than a budget allows.
 
@@ -266,9 +286,7 @@ class PageFolder:
         except ValueError as error:
             raise CacheFormatError(f"{path}: cannot be read ({error})") from error
         if difference := describe_difference(self.format, got):
-            raise CacheFormatError(
-                f"{path}: {difference}; another model, or other drafts, needs another folder"
-            )
+            raise CacheFormatError(_of_another(path, difference))
 
     def _scan(self) -> None:
         """Finds the files that are there; removes what interrupted writes left."""
