@@ -268,6 +268,7 @@ def test_a_folder_of_a_session_is_its_users_alone(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setenv("DUCKLLM_SESSION_DIR", str(tmp_path / "sessions"))
     with Session("ducks") as session:
+        assert session.pages_folder("auto") != session.pages_folder("off")
         assert stat.S_IMODE(session.folder.stat().st_mode) == 0o700
         other = Session("ducks")
         with pytest.raises(ConfigError, match="session: got 'ducks', expected one that no other chat"):

@@ -172,7 +172,7 @@ def chat(
     _check_utf8("system", system or "")
     with ExitStack() as stack:
         kept = None if session is None else stack.enter_context(Session(session))
-        folder = kv_disk_dir if kept is None else kv_disk_dir or kept.pages_folder
+        folder = kv_disk_dir if kept is None else kv_disk_dir or kept.pages_folder(draft)
         options |= _cache_options(kv_cache_bytes, kv_memory_bytes, folder, kv_disk_bytes)
         options |= {"draft": draft, "draft_tokens": draft_tokens, "lanes": lanes}
         stack.enter_context(keys_unseen())

@@ -59,10 +59,9 @@ class Session:
         self._lock = FolderLock(self.folder, self._refuse)
         self._has_warned = False
 
-    @property
-    def pages_folder(self) -> Path:
-        """Where its pages of the KV cache lie."""
-        return self.folder / _PAGES
+    def pages_folder(self, draft: str) -> Path:
+        """Where its pages of the KV cache lie: those with guesses hold a layer more."""
+        return self.folder / (f"{_PAGES}-plain" if draft == "off" else _PAGES)
 
     def __enter__(self) -> Session:
         try:
