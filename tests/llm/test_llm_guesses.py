@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from duckllm import LLM, RequestOutput, SamplingParams
 from duckllm.errors import ConfigError
@@ -115,21 +118,16 @@ def test_options_are_checked(options: dict[str, object], message: str) -> None:
 
 def test_guesses_need_a_layer_that_makes_them(demo_checkpoint: Path, tmp_path: Path) -> None:
     """A checkpoint saved without it answers, and refuses to be asked for guesses."""
-    import json
-
-    from safetensors.torch import load_file, save_file
-
-    config = json.loads((demo_checkpoint / "config.json").read_text())
-    layers = config["num_hidden_layers"]
+    layers = json.loads((demo_checkpoint / "config.json").read_text())["num_hidden_layers"]
+    tensors: dict[str, torch.Tensor] = {}
     for path in demo_checkpoint.iterdir():
         if path.suffix == ".safetensors":
-            tensors = load_file(path)
-            kept = {name: tensor for name, tensor in tensors.items() if f"layers.{layers}." not in name}
-            if not kept:
-                continue
-            save_file(kept, tmp_path / path.name, metadata={"format": "pt"})
+            tensors |= load_file(path)
         elif path.is_file() and "index" not in path.name:
             (tmp_path / path.name).write_bytes(path.read_bytes())
+    kept = {name: tensor for name, tensor in tensors.items() if f"layers.{layers}." not in name}
+    assert len(kept) < len(tensors)
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
         ConfigError, match="draft: got on, expected auto or off, as the checkpoint has no layer"
     ):
