@@ -278,6 +278,9 @@ def test_one_step_brings_up_no_more_than_its_limit(
     monkeypatch.setattr(kv_cache, "FETCH_BYTES", 3 * PAGE)
     monkeypatch.setattr(disk_tier, "READ_AHEAD_BYTES", 2 * PAGE)
     cache = make_cache(caches, 30, disk_dir=tmp_path)
+    asked: list[int] = []
+    read_ahead = cache._tiers.read_ahead
+    monkeypatch.setattr(cache._tiers, "read_ahead", lambda keys: asked.append(len(keys)) or read_ahead(keys))
     table, _ = cache.open(prompt_of(1, 7))
     held, most_read = [], 0
     while not cache.fetch(table):
@@ -286,8 +289,18 @@ def test_one_step_brings_up_no_more_than_its_limit(
         cache.wait_for(table)
     assert max(after - before for before, after in zip([0, *held], held, strict=False)) <= 3
     assert most_read <= 2
+    assert max(asked) <= 3  # however much is coming, a step looks at no more of it
     assert len(table.pages) == 7
     cache.close(table)
+
+
+def test_after_the_end_nothing_is_waited_for(caches: list[KvCache], tmp_path: Path) -> None:
+    cache = make_cache(caches, 8, disk_dir=tmp_path)
+    use(cache, prompt_of(1, 3))
+    cache.shut()
+    cache = make_cache(caches, 8, disk_dir=tmp_path)
+    cache.shut()
+    assert use(cache, prompt_of(1, 3)) == {}
 
 
 def test_a_budget_that_holds_no_page_is_refused(caches: list[KvCache], tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ class DiskTier:
             hashes = [key.hash for key, _ in reversed(chain)]
             self._begun.append(hashes)
             self._used.append(hashes)
-            for key, page in chain:
-                if key.hash not in self._folder and self._waiting_content(key.hash) is None:
+            for key, page in self._folder.missing(chain):
+                if self._waiting_content(key.hash) is None:
                     self._from_pool[key.hash] = (key, page)
             self._changed.notify_all()
 
@@ -127,7 +127,7 @@ class DiskTier:
                 self._reads.pop(key.hash, None)
                 return content
             if key.hash != self._reading:
-                if key.hash not in self._reads and key.hash not in self._folder:
+                if self._is_closing or (key.hash not in self._reads and key.hash not in self._folder):
                     return None
                 # Read even where as much as may be is read ahead already.
                 self._asked = key.hash

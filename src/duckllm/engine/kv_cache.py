@@ -13,14 +13,16 @@ from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import torch
 
 from duckllm.engine.cache_size import PAGE_TOKENS as PAGE_TOKENS
 from duckllm.engine.cache_size import num_pages as num_pages
+from duckllm.engine.disk_tier import PENDING
 from duckllm.engine.page_files import PageBytes, PageFormat, PageKey
-from duckllm.engine.tiers import PENDING, Tiers, TierSettings
+from duckllm.engine.tiers import Tiers, TierSettings
 from duckllm.layers.step import LayerCache, SequenceStep
 
 # Most bytes that come up from the tiers in one step: those who answer wait for them.
@@ -115,7 +117,9 @@ class KvCache:
 
         Only one table at a time may be fetched for. Where the pool has no room, the rest is left.
         """
-        self._tiers.read_ahead([key for key in table.coming if key.hash not in self._page_of])
+        # As many as may come up at once: there may be thousands behind them.
+        ahead = islice(table.coming, self._pages_a_fetch)
+        self._tiers.read_ahead([key for key in ahead if key.hash not in self._page_of])
         for _ in range(self._pages_a_fetch):
             if not table.coming:
                 break

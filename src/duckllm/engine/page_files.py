@@ -210,6 +210,10 @@ class PageFolder:
     def __len__(self) -> int:
         return len(self._index)
 
+    def missing(self, chain: Iterable[tuple[PageKey, int]]) -> list[tuple[PageKey, int]]:
+        """Those of some pages that are not there."""
+        return [each for each in chain if each[0].hash not in self._index]
+
     def path_of(self, page_hash: bytes) -> Path:
         """The file of a page, there or not."""
         name = page_hash.hex()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from duckllm.engine.disk_tier import PENDING, DiskTier, Pending
+from duckllm.engine.disk_tier import DiskTier, Pending
 from duckllm.engine.page_files import PageBytes, PageFolder, PageFormat, PageKey
 from duckllm.errors import ConfigError
 
@@ -126,6 +126,3 @@ class Tiers:
         """Returns when the page can be taken, or is not to be had, or the time is over."""
         if self._disk is not None and page_hash not in self._memory:
             self._disk.wait_for(page_hash, timeout_s)
-
-
-__all__ = ["DEFAULT_DISK_BYTES", "PENDING", "TierSettings", "Tiers"]
