@@ -11,8 +11,9 @@ import pytest
 
 import duckllm.demo
 from duckllm.cluster.token import TOKEN_VARIABLE
+from duckllm.weights.cache_folder import CACHE_VARIABLE
 from duckllm.weights.manifest import Manifest
-from duckllm.weights.resolve import CACHE_VARIABLE, resolve_model
+from duckllm.weights.resolve import resolve_model
 from worker_harness import WorkerProcess, make_model, running_worker
 
 # Here and in processes that tests start: tiny models gain nothing from a library's second thread, and lose

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import select
 import signal
 import socket
 import struct
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from duckllm import _native
 from duckllm._native import FrameType
 from duckllm.cluster.address import Address, parse_address
 from duckllm.cluster.connect import Connection
+from duckllm.cluster.frames import ControlChannel
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.cluster.token import TOKEN_VARIABLE
 from duckllm.moe.placement import plan_workers
@@ -269,17 +271,27 @@ def plan_for(manifest: Manifest, num_workers: int = 1, **options: object) -> tup
 
 
 def connect(
-    address: Address, plan: WorkerPlan, *, token: str | None = None, timeout_s: float = 20.0
+    address: Address,
+    plan: WorkerPlan,
+    *,
+    token: str | None = None,
+    timeout_s: float = 20.0,
+    share_folder: bool = True,
 ) -> Connection:
     """One prepared connection."""
     connection = Connection(address, token, timeout_s)
     try:
-        connection.send_plan(plan)
+        connection.send_plan(plan, share_folder=share_folder)
         connection.wait_ready(timeout_s)
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def worker_channel(connection: socket.socket) -> ControlChannel:
+    """A worker's end of a connection."""
+    return ControlChannel(connection, us="this worker", peer="the host", hears_errors=False)
 
 
 def open_transport(connections: Sequence[Connection], **options: object) -> Transport:
@@ -359,6 +371,67 @@ def read_error(connection: socket.socket) -> tuple[int, str] | None:
 def raw_socket(address: Address, timeout_s: float = 20.0) -> socket.socket:
     """A connected socket without any protocol."""
     return socket.create_connection((address.name, address.port), timeout_s)
+
+
+@dataclass
+class Relay:
+    """Bytes that went through a relay, towards the worker and back; connections are cut at a limit."""
+
+    address: Address
+    to_worker: int = 0
+    from_worker: int = 0
+    cut_after: int | None = None
+    on_cut: Callable[[], object] = lambda: None
+
+    @property
+    def total(self) -> int:
+        return self.to_worker + self.from_worker
+
+
+@contextmanager
+def relay_to(worker: Address) -> Iterator[Relay]:
+    """An address behind which the worker is, one connection at a time, and what is counted on the way."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        relay = Relay(Address(*server.getsockname()))
+
+        def serve() -> None:
+            while True:
+                try:
+                    host, _ = server.accept()
+                except OSError:
+                    return  # the test is over
+                with host, raw_socket(worker) as further:
+                    _relay(relay, host, further)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield relay
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join(20)
+        assert not thread.is_alive()
+
+
+def _relay(relay: Relay, host: socket.socket, worker: socket.socket) -> None:
+    other = {host: worker, worker: host}
+    while True:
+        for end in select.select([host, worker], [], [], 20)[0]:
+            try:
+                data = end.recv(1 << 14)
+                other[end].sendall(data)
+            except OSError:
+                return
+            if not data:
+                return
+            if end is host:
+                relay.to_worker += len(data)
+            else:
+                relay.from_worker += len(data)
+            if relay.cut_after is not None and relay.to_worker >= relay.cut_after:
+                relay.cut_after = None
+                relay.on_cut()
+                return
 
 
 @contextmanager

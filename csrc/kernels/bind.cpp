@@ -136,9 +136,9 @@ class PyExperts {
     if (units.ndim() != 3 || units.shape(0) != shape_.num_experts || units.shape(2) != bytes) {
       fail("units", "shape " + shape_of(units), expected);
     }
-    if (units.stride(2) != 1 || (units.shape(1) > 1 && units.stride(1) != static_cast<int64_t>(bytes)) ||
+    if (units.stride(2) != 1 || (units.shape(1) > 1 && units.stride(1) < 0) ||
         (units.shape(0) > 1 && units.stride(0) < 0)) {
-      fail("units", "strides that skip elements", "each expert's stripes contiguous");
+      fail("units", "strides that skip elements", "each unit contiguous");
     }
     const size_t units_end = static_cast<size_t>(units_first_stripe) + units.shape(1);
     const size_t slice_end = static_cast<size_t>(shape_.first_stripe) + shape_.num_stripes;
@@ -149,7 +149,9 @@ class PyExperts {
            "at least " + std::to_string(shape_.first_stripe) + " to " + std::to_string(slice_end));
     }
     const auto* base = static_cast<const uint8_t*>(units.data());
-    return {base + (shape_.first_stripe - units_first_stripe) * bytes, static_cast<size_t>(units.stride(0))};
+    const auto stripe_stride = static_cast<size_t>(units.stride(1));
+    return {base + (shape_.first_stripe - units_first_stripe) * stripe_stride,
+            static_cast<size_t>(units.stride(0)), stripe_stride};
   }
 
   const ExpertShape shape_;

@@ -135,7 +135,7 @@ void Experts::Impl::run_read(int thread) {
   for (uint64_t item; (item = items.take(thread)) != WorkRanges::kNone;) {
     const uint8_t* bytes = layer.base +
                            routing.active()[item / shape.num_stripes] * layer.expert_stride_bytes +
-                           item % shape.num_stripes * unit_size;
+                           item % shape.num_stripes * layer.stripe_stride_bytes;
     uint64_t parts[8] = {};
     for (size_t line = 0; line < unit_size; line += sizeof(parts)) {
       __builtin_prefetch(bytes + line + kPrefetchBytes);

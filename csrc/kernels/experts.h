@@ -103,11 +103,13 @@ WeightFormat parse_format(const std::string& name);
 // The layout of scales of that name, "block" or "channel". Throws std::invalid_argument for another.
 ScaleLayout parse_scale_layout(const std::string& name);
 
-// Units of one layer in memory: unit(e, s) = base + e * expert_stride_bytes + s * unit_bytes(format, H,
-// scale_layout), where s counts from the slice's first stripe. No alignment is needed; 64 bytes is best.
+// Units of one layer in memory: unit(e, s) = base + e * expert_stride_bytes + s * stripe_stride_bytes, where
+// s counts from the slice's first stripe. An expert file has an expert's stripes one behind the other, shards
+// have a stripe's experts. No alignment is needed; 64 bytes is best.
 struct LayerUnits {
   const uint8_t* base = nullptr;
   size_t expert_stride_bytes = 0;
+  size_t stripe_stride_bytes = 0;
 };
 
 struct StepRows {

@@ -101,7 +101,7 @@ struct Experts::Impl {
   bool few_rows() const { return rows.num_tokens <= kMaxDirectRows; }
   uint32_t num_chunks(uint32_t expert) const { return ceil_div(routing.count(expert), kChunkRows); }
   Unit unit(uint32_t expert, uint32_t stripe) const {
-    const size_t offset = expert * layer.expert_stride_bytes + stripe * unit_size;
+    const size_t offset = expert * layer.expert_stride_bytes + stripe * layer.stripe_stride_bytes;
     return Unit(layer.base + offset, shape.format, shape.hidden_size, shape.scale_layout);
   }
   uint32_t channels_of(uint32_t stripe) const {  // of which none is padding

@@ -31,7 +31,9 @@ struct Layer {
 
   size_t stripes() const { return ceil_div(intermediate, kStripeChannels); }
   size_t expert_bytes() const { return stripes() * unit_bytes(WeightFormat::kFp9, hidden, layout); }
-  LayerUnits view() const { return {units.data(), expert_bytes()}; }
+  LayerUnits view() const {
+    return {units.data(), expert_bytes(), unit_bytes(WeightFormat::kFp9, hidden, layout)};
+  }
 };
 
 // Random finite weights of every exponent; scales of one magnitude.

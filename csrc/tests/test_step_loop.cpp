@@ -82,7 +82,8 @@ class Worker {
     shape.num_stripes = kStripes;
     experts_ = std::make_unique<Experts>(shape, kMaxTokens, Isa::kScalar, pool_);
     fill_units();
-    layers_[kLayer] = {units_, kStripes * unit_bytes(WeightFormat::kFp9, kHidden)};
+    layers_[kLayer] = {units_, kStripes * unit_bytes(WeightFormat::kFp9, kHidden),
+                       unit_bytes(WeightFormat::kFp9, kHidden)};
     loop_ = std::make_unique<StepLoop>(*experts_, layers_, limits);
   }
   ~Worker() { std::free(units_); }

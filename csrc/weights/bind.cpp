@@ -29,10 +29,15 @@ void check_units(const std::string& name, const Array& units, const std::string&
     throw std::invalid_argument(name + ": got units of " + std::to_string(units.shape(2)) +
                                 " bytes, expected " + std::to_string(bytes) + " as " + format_name);
   }
-  const bool follow = units.shape(1) <= 1 || units.stride(1) == static_cast<int64_t>(bytes);
-  if (units.stride(2) != 1 || !follow) {
-    throw std::invalid_argument(name + ": got gaps between bytes or stripes, expected none");
+  if (units.stride(2) != 1) {
+    throw std::invalid_argument(name + ": got gaps between the bytes of a unit, expected none");
   }
+}
+
+template <class Array>
+auto* unit_at(const Array& units, size_t expert, size_t stripe) {
+  return units.data() + static_cast<int64_t>(expert) * units.stride(0) +
+         static_cast<int64_t>(stripe) * units.stride(1);
 }
 
 void py_recode_units(const UnitsArray& units, const WritableUnits& out, uint32_t hidden_size,
@@ -46,16 +51,15 @@ void py_recode_units(const UnitsArray& units, const WritableUnits& out, uint32_t
                                 std::to_string(units.shape(0)) + " of " + std::to_string(units.shape(1)));
   }
   const WeightFormat from_format = parse_format(from), to_format = parse_format(to);
-  const size_t from_bytes = units.shape(2), to_bytes = out.shape(2);
   size_t num_bad = 0;
   {
     nb::gil_scoped_release release;
     for (size_t expert = 0; expert < units.shape(0); ++expert) {
       for (size_t stripe = 0; stripe < units.shape(1); ++stripe) {
-        const uint8_t* unit =
-            units.data() + static_cast<int64_t>(expert) * units.stride(0) + stripe * from_bytes;
-        uint8_t* to_unit = out.data() + static_cast<int64_t>(expert) * out.stride(0) + stripe * to_bytes;
-        num_bad += recode_unit(hidden_size, layout, from_format, unit, to_format, to_unit) ? 0 : 1;
+        num_bad += recode_unit(hidden_size, layout, from_format, unit_at(units, expert, stripe), to_format,
+                               unit_at(out, expert, stripe))
+                       ? 0
+                       : 1;
       }
     }
   }
@@ -66,14 +70,14 @@ void py_recode_units(const UnitsArray& units, const WritableUnits& out, uint32_t
 }
 
 void py_flush_from_caches(const UnitsArray& units) {
-  const size_t bytes = units.shape(1) * units.shape(2);
-  if (units.stride(2) != 1 ||
-      (units.shape(1) > 1 && units.stride(1) != static_cast<int64_t>(units.shape(2)))) {
-    throw std::invalid_argument("units: got gaps between bytes or stripes, expected none");
+  if (units.stride(2) != 1) {
+    throw std::invalid_argument("units: got gaps between the bytes of a unit, expected none");
   }
   nb::gil_scoped_release release;
   for (size_t expert = 0; expert < units.shape(0); ++expert) {
-    flush_from_caches(units.data() + static_cast<int64_t>(expert) * units.stride(0), bytes);
+    for (size_t stripe = 0; stripe < units.shape(1); ++stripe) {
+      flush_from_caches(unit_at(units, expert, stripe), units.shape(2));
+    }
   }
 }
 
@@ -87,8 +91,8 @@ void bind_weights(nb::module_& m) {
                 "scale_layout: str = 'block') -> None"),
         "Writes units of one format in another, without loss and with the same scales.\n\n"
         "Shapes:\n"
-        "    units: [E, S, unit_bytes(H, from_format, scale_layout)] uint8, each expert's stripes\n"
-        "        contiguous; may be a memory map\n"
+        "    units: [E, S, unit_bytes(H, from_format, scale_layout)] uint8, each unit contiguous;\n"
+        "        may be a memory map\n"
         "    out: [E, S, unit_bytes(H, to_format, scale_layout)] uint8, likewise; must not overlap\n\n"
         "Raises:\n    ValueError: a wrong shape or format, or bytes that no finite e4m3 value is stored "
         "as.\n\n"
@@ -97,7 +101,7 @@ void bind_weights(nb::module_& m) {
   m.def("flush_from_caches", &py_flush_from_caches, "units"_a.noconvert(),
         nb::sig("def flush_from_caches(units: numpy.typing.NDArray[numpy.uint8]) -> None"),
         "Makes units be in no cache of this machine, so that the next step reads them from memory.\n\n"
-        "Shapes:\n    units: [E, S, bytes] uint8, each expert's stripes contiguous; may be a memory map");
+        "Shapes:\n    units: [E, S, bytes] uint8, each unit contiguous; may be a memory map");
 }
 
 }  // namespace duck

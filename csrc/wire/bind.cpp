@@ -32,6 +32,8 @@ void bind_wire(nb::module_& m) {
   m.attr("FRAME_HEADER_BYTES") = kFrameHeaderBytes;
   m.attr("STEP_HEADER_BYTES") = kStepHeaderBytes;
   m.attr("NONCE_BYTES") = kNonceBytes;
+  m.attr("SHARD_HEADER_BYTES") = kShardHeaderBytes;
+  m.attr("MAX_SHARD_PIECE_BYTES") = kMaxShardPieceBytes;
 
   nb::enum_<FrameType>(m, "FrameType", "Types of frames, see docs/wire-format.md.")
       .value("AUTH_OPEN", FrameType::kAuthOpen)
@@ -43,7 +45,9 @@ void bind_wire(nb::module_& m) {
       .value("ERROR", FrameType::kError)
       .value("STEP_REQUEST", FrameType::kStepRequest)
       .value("STEP_REPLY", FrameType::kStepReply)
-      .value("CLOSE", FrameType::kClose);
+      .value("CLOSE", FrameType::kClose)
+      .value("FETCH", FrameType::kFetch)
+      .value("SHARD", FrameType::kShard);
   nb::enum_<ErrorCode>(m, "ErrorCode", "What an ERROR frame is about.")
       .value("PROTOCOL", ErrorCode::kProtocol)
       .value("VERSION", ErrorCode::kVersion)
@@ -55,7 +59,8 @@ void bind_wire(nb::module_& m) {
       .value("WEIGHT_FORMAT", ErrorCode::kWeightFormat)
       .value("WEIGHT_HASH", ErrorCode::kWeightHash)
       .value("TIMEOUT", ErrorCode::kTimeout)
-      .value("INTERNAL", ErrorCode::kInternal);
+      .value("INTERNAL", ErrorCode::kInternal)
+      .value("DISK_SPACE", ErrorCode::kDiskSpace);
 
   // WireError.args == (ErrorCode, sentence).
   wire_error_type = PyErr_NewExceptionWithDoc(
@@ -139,6 +144,21 @@ void bind_wire(nb::module_& m) {
         return std::tuple(payload.code, nb::bytes(payload.text.data(), payload.text.size()));
       },
       nb::arg("data"), "(code as a number, text as UTF-8 bytes); raises WireError.");
+  m.def(
+      "encode_shard_header",
+      [](uint32_t layer, uint32_t stripe, uint64_t offset) {
+        uint8_t out[kShardHeaderBytes];
+        encode_shard_header({layer, stripe, offset}, out);
+        return nb::bytes(reinterpret_cast<const char*>(out), sizeof(out));
+      },
+      nb::arg("layer"), nb::arg("stripe"), nb::arg("offset"), "The first 16 payload bytes of a SHARD.");
+  m.def(
+      "decode_shard_header",
+      [](const nb::bytes& data) {
+        const ShardHeader header = decode_shard_header(checked(data, kShardHeaderBytes, "shard header"));
+        return std::tuple(header.layer, header.stripe, header.offset);
+      },
+      nb::arg("data"), "(layer, stripe, offset); raises WireError.");
   m.def(
       "encode_auth_payload",
       [](bool has_token, const nb::bytes& nonce) {

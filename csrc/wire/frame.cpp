@@ -54,9 +54,13 @@ PayloadLimits payload_limits(FrameType type) {
       return {kStepHeaderBytes, kMaxStepPayloadBytes};
     case FrameType::kClose:
       return {0, 0};
+    case FrameType::kFetch:
+      return {2, 4u << 20};
+    case FrameType::kShard:
+      return {kShardHeaderBytes + 1, kShardHeaderBytes + kMaxShardPieceBytes};
   }
   throw WireError(ErrorCode::kProtocol, "frame type: got " + std::to_string(static_cast<uint32_t>(type)) +
-                                            ", expected one of 1 to 10");
+                                            ", expected one of 1 to 12");
 }
 
 const char* frame_type_name(FrameType type) {
@@ -81,6 +85,10 @@ const char* frame_type_name(FrameType type) {
       return "STEP_REPLY";
     case FrameType::kClose:
       return "CLOSE";
+    case FrameType::kFetch:
+      return "FETCH";
+    case FrameType::kShard:
+      return "SHARD";
   }
   return "unknown";
 }
@@ -199,6 +207,16 @@ AuthPayload decode_auth_payload(const uint8_t* in) {
   payload.has_token = get<uint32_t>(in) == 1;
   std::memcpy(payload.nonce, in + 4, kNonceBytes);
   return payload;
+}
+
+void encode_shard_header(const ShardHeader& header, uint8_t* out) {
+  put<uint32_t>(out, header.layer);
+  put<uint32_t>(out + 4, header.stripe);
+  put<uint64_t>(out + 8, header.offset);
+}
+
+ShardHeader decode_shard_header(const uint8_t* in) {
+  return {get<uint32_t>(in), get<uint32_t>(in + 4), get<uint64_t>(in + 8)};
 }
 
 void encode_bf16(const float* values, size_t count, uint8_t* out) {

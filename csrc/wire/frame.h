@@ -16,12 +16,14 @@
 namespace duck::wire {
 
 inline constexpr uint32_t kMagic = 0x4b435544;  // the bytes "DUCK"
-inline constexpr uint16_t kProtocolVersion = 1;
+inline constexpr uint16_t kProtocolVersion = 2;
 inline constexpr size_t kFrameHeaderBytes = 24;
 inline constexpr size_t kStepHeaderBytes = 16;  // of a request, and of a reply
 inline constexpr size_t kNonceBytes = 32;
 inline constexpr size_t kErrorCodeBytes = 4;
 inline constexpr size_t kMaxErrorTextBytes = 4092;
+inline constexpr size_t kShardHeaderBytes = 16;
+inline constexpr size_t kMaxShardPieceBytes = 1u << 20;  // of a shard, in one frame
 
 enum class FrameType : uint16_t {
   kAuthOpen = 1,       // host: whether it has a token, and its nonce
@@ -34,6 +36,8 @@ enum class FrameType : uint16_t {
   kStepRequest = 8,    // host
   kStepReply = 9,      // worker
   kClose = 10,         // host: the session is over
+  kFetch = 11,         // worker: which shards of its plan it lacks, JSON
+  kShard = 12,         // host: a piece of one of them
 };
 
 enum class ErrorCode : uint32_t {
@@ -48,6 +52,7 @@ enum class ErrorCode : uint32_t {
   kWeightHash = 9,
   kTimeout = 10,
   kInternal = 11,
+  kDiskSpace = 12,
 };
 
 // Bytes that do not follow the format: code is kProtocol or kVersion.
@@ -122,6 +127,15 @@ struct AuthPayload {
 inline constexpr size_t kAuthPayloadBytes = 4 + kNonceBytes;
 void encode_auth_payload(const AuthPayload& payload, uint8_t* out);
 AuthPayload decode_auth_payload(const uint8_t* in);  // throws WireError
+
+// What a SHARD frame says before its piece of a shard, the units of one stripe of every expert of a layer.
+struct ShardHeader {
+  uint32_t layer = 0;
+  uint32_t stripe = 0;  // of the whole expert
+  uint64_t offset = 0;  // of the piece, in bytes
+};
+void encode_shard_header(const ShardHeader& header, uint8_t* out);
+ShardHeader decode_shard_header(const uint8_t* in);
 
 // Rows on the wire: f32 as they are, or bf16 rounded to nearest-even (a NaN stays a NaN).
 void encode_bf16(const float* values, size_t count, uint8_t* out);

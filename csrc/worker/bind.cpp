@@ -74,12 +74,12 @@ class StepServer {
       throw std::invalid_argument("unit bytes of layer " + std::to_string(layer) + ": got " +
                                   std::to_string(units.shape(2)) + ", expected " + std::to_string(bytes));
     }
-    const bool units_follow = shape.num_stripes == 1 || units.stride(1) == static_cast<int64_t>(bytes);
-    if (units.stride(2) != 1 || !units_follow || units.stride(0) < 0) {
+    if (units.stride(2) != 1 || units.stride(1) < 0 || units.stride(0) < 0) {
       throw std::invalid_argument("units of layer " + std::to_string(layer) +
-                                  ": got gaps between bytes or stripes, expected none");
+                                  ": got gaps between the bytes of a unit, expected none");
     }
-    layers_[layer] = {units.data(), static_cast<size_t>(units.stride(0))};
+    layers_[layer] = {units.data(), static_cast<size_t>(units.stride(0)),
+                      static_cast<size_t>(units.stride(1))};
     kept_.push_back(std::move(units));
   }
 
@@ -125,7 +125,8 @@ void bind_worker(nb::module_& m) {
           nb::arg("send_timeout_ms") = 60'000, nb::arg("isa") = "auto", nb::arg("format") = "fp9",
           nb::arg("pin_threads") = false, nb::arg("prefill") = "f32", nb::arg("scale_layout") = "block")
       .def("add_layer", &StepServer::add_layer, nb::arg("layer"), nb::arg("units").noconvert(),
-           "Takes the slice's units [E, S, unit_bytes] u8 of a layer; kept alive, not copied.")
+           "Takes the slice's units [E, S, unit_bytes] u8 of a layer, each unit contiguous; kept "
+           "alive, not copied.")
       .def("serve", &StepServer::serve, nb::arg("fd"), nb::call_guard<nb::gil_scoped_release>(),
            "Serves steps until the connection ends: (reason, message, steps_served), where reason is closed, "
            "lost, "

@@ -550,13 +550,17 @@ def route_by_softmax(
         tests/moe/test_router.py and tests/rowwise have scalar twins
     """
 
-PROTOCOL_VERSION: int = 1
+PROTOCOL_VERSION: int = 2
 
 FRAME_HEADER_BYTES: int = 24
 
 STEP_HEADER_BYTES: int = 16
 
 NONCE_BYTES: int = 32
+
+SHARD_HEADER_BYTES: int = 16
+
+MAX_SHARD_PIECE_BYTES: int = 1048576
 
 class FrameType(enum.Enum):
     """Types of frames, see docs/wire-format.md."""
@@ -580,6 +584,10 @@ class FrameType(enum.Enum):
     STEP_REPLY = 9
 
     CLOSE = 10
+
+    FETCH = 11
+
+    SHARD = 12
 
 class ErrorCode(enum.Enum):
     """What an ERROR frame is about."""
@@ -605,6 +613,8 @@ class ErrorCode(enum.Enum):
     TIMEOUT = 10
 
     INTERNAL = 11
+
+    DISK_SPACE = 12
 
 class WireError(ValueError):
     """
@@ -638,6 +648,12 @@ def encode_error_frame(code: ErrorCode, text: str) -> bytes:
 
 def decode_error_payload(data: bytes) -> tuple[int, bytes]:
     """(code as a number, text as UTF-8 bytes); raises WireError."""
+
+def encode_shard_header(layer: int, stripe: int, offset: int) -> bytes:
+    """The first 16 payload bytes of a SHARD."""
+
+def decode_shard_header(data: bytes) -> tuple[int, int, int]:
+    """(layer, stripe, offset); raises WireError."""
 
 def encode_auth_payload(has_token: bool, nonce: bytes) -> bytes:
     """The payload of AUTH_OPEN and AUTH_CHALLENGE."""
@@ -729,7 +745,7 @@ class StepServer:
         units: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None), device="cpu", writable=False)],
     ) -> None:
         """
-        Takes the slice's units [E, S, unit_bytes] u8 of a layer; kept alive, not copied.
+        Takes the slice's units [E, S, unit_bytes] u8 of a layer, each unit contiguous; kept alive, not copied.
         """
 
     def serve(self, fd: int) -> tuple[str, str, int]:
@@ -755,8 +771,8 @@ def recode_units(
     Writes units of one format in another, without loss and with the same scales.
 
     Shapes:
-        units: [E, S, unit_bytes(H, from_format, scale_layout)] uint8, each expert's stripes
-            contiguous; may be a memory map
+        units: [E, S, unit_bytes(H, from_format, scale_layout)] uint8, each unit contiguous;
+            may be a memory map
         out: [E, S, unit_bytes(H, to_format, scale_layout)] uint8, likewise; must not overlap
 
     Raises:
@@ -774,7 +790,7 @@ def flush_from_caches(units: numpy.typing.NDArray[numpy.uint8]) -> None:
     Makes units be in no cache of this machine, so that the next step reads them from memory.
 
     Shapes:
-        units: [E, S, bytes] uint8, each expert's stripes contiguous; may be a memory map
+        units: [E, S, bytes] uint8, each unit contiguous; may be a memory map
     """
 
 class CeilingLoops:

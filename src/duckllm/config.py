@@ -6,6 +6,7 @@ Called by the command line and by :class:`duckllm.LLM`; knows nothing of models,
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
 from duckllm.errors import ConfigError, InWords
@@ -22,6 +23,7 @@ MAX_WORKERS = 1024
 MAX_THREADS = 1024
 MAX_STEP_TOKENS = 65536
 MAX_TIMEOUT_S = 1_000_000
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,3})?)\s*([KMGT](?:i?B)?)?B?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,11 @@ class ClusterConfig:
             ``"f32"``, or ``"bf16"``, which rounds activations and needs a CPU with AVX512-BF16 or AMX-BF16. A
             worker elsewhere decides by its own ``--prefill``.
         max_step_tokens: Most tokens in one step.
+        share_folder: Whether workers may open the host's model folder by its path, where they find it; else
+            they use their own, their node's cache, or what the host sends them.
         connect_timeout_s: Limit for connecting and for each message before the first step, seconds.
-        prepare_timeout_s: Limit for a worker to map and verify its weights, seconds.
+        prepare_timeout_s: Limit for a worker to map and verify its weights, seconds; taking what it is sent
+            is a sign of life.
         step_timeout_s: Limit for one step's answer, seconds.
         cluster_token: Shared secret; None where every worker is on loopback and has none.
     """
@@ -58,6 +63,7 @@ class ClusterConfig:
     weight_format: str = "auto"
     prefill: str = "f32"
     max_step_tokens: int = 256
+    share_folder: bool = True
     connect_timeout_s: float = 10.0
     prepare_timeout_s: float = 600.0
     step_timeout_s: float = 30.0
@@ -89,6 +95,8 @@ class ClusterConfig:
             value = getattr(self, field)
             if type(value) not in (int, float) or not 0 < value <= MAX_TIMEOUT_S:
                 raise ConfigError(field, value, f"a number above 0, at most {MAX_TIMEOUT_S}")
+        if not isinstance(self.share_folder, bool):
+            raise ConfigError("share_folder", self.share_folder, "True or False")
         if not isinstance(self.cluster_token, str | None):
             raise ConfigError("cluster_token", type(self.cluster_token).__name__, "text, or None")
         if self.cluster_token is not None and not is_utf8(self.cluster_token):
@@ -130,6 +138,20 @@ def is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def parse_size(field: str, text: str) -> int:
+    """Bytes from a size: ``"2GiB"``, ``"800MB"``, ``"1.5G"`` (a GiB and a half) or a number of bytes.
+
+    Raises:
+        ConfigError: ``text`` is none.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(field, text, "a size: 2GiB, 800MB or a number of bytes")
+    number, unit = match[1], (match[2] or "").upper()
+    base = 1000 if len(unit) == 2 else 1024
+    return int(float(number) * base ** " KMGT".index(unit[:1] or " "))
 
 
 def available_cores() -> int:

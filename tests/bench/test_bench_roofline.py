@@ -27,9 +27,9 @@ from duckllm.bench.roofline import (
     measure_roofline,
     thread_counts,
 )
-from duckllm.cli.bench import parse_numbers, parse_size, parse_words
+from duckllm.cli.bench import parse_numbers, parse_words
 from duckllm.cli.main import app
-from duckllm.config import available_cores
+from duckllm.config import available_cores, parse_size
 from duckllm.errors import ConfigError, DuckError, MissingPackageError
 
 TINY = ("--threads", "1", "--size", "4M", "--repeats", "9", "--huge-pages", "off")
@@ -99,7 +99,7 @@ def test_a_run_that_was_not_alone_says_so() -> None:
         (["--threads", "1,,2"], "threads: got '1,,2', expected numbers with commas between"),
         (["--threads", "many"], "threads: got 'many', expected numbers with commas between"),
         (["--isa", "neon"], "isa: got 'neon', expected one of auto, scalar"),
-        (["--size", "64Q"], "size: got '64Q', expected a number of bytes, like 512M or 2G"),
+        (["--size", "64Q"], "size: got '64Q', expected a size: 2GiB, 800MB or a number of bytes"),
         (["--size", "1K"], "size: got '1024 bytes', expected at least "),
         (
             ["--size", "600M"],
@@ -131,7 +131,7 @@ def test_too_little_memory_for_the_default_is_refused(monkeypatch: pytest.Monkey
 
 
 def test_sizes_and_threads_are_read() -> None:
-    assert [parse_size(text) for text in ("0", "4096", "3k", "512M", "2G ")] == [
+    assert [parse_size("size", text) for text in ("0", "4096", "3k", "512M", "2G ")] == [
         0, 4096, 3072, 512 << 20, 2 << 30,
     ]  # fmt: skip
     assert parse_numbers("threads", " ") == ()

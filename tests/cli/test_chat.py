@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 from fake_model import FakeInfo, FakeModel
+from rich.console import Console
 
 from duckllm.cli import chat as verb
-from duckllm.cli.common import Waiting, describe_facts, describe_workers, parse_size, parse_workers
+from duckllm.cli.common import Waiting, describe_facts, describe_workers, parse_workers
 from duckllm.cli.main import app, main
+from duckllm.config import parse_size
 from duckllm.errors import ConfigError, InWords
 from duckllm.outputs import CachedTokens, RequestMetrics
 from duckllm.sampling_params import SamplingParams
+from duckllm.weights.console import ConsoleProgress, on_bar
 
 MEMORY = "duckllm: 1.00 GiB of weights, 0.50 GiB of KV cache, which holds 10 tokens\n"
 CACHE = {"kv_cache_bytes": None, "kv_memory_bytes": 0, "kv_disk_dir": None, "kv_disk_bytes": None}
@@ -97,6 +100,7 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
     token.chmod(0o600)
     arguments = "/m --prompt x --workers a:1,b:2 --wire-dtype bf16 --threads-per-worker 3 --max-model-len 99"
     arguments += " --format fp8 --prefill bf16 --draft stateless --draft-tokens 3 --lanes off"
+    arguments += " --no-share-folder"
     sampling = "--temperature 0.5 --top-k 4 --top-p 0.75 --min-p 0.25 --seed 6 --max-tokens 8"
     sampling += " --repetition-penalty 1.25 --stop one --stop two,three"
     done = duckllm("chat", *arguments.split(), *sampling.split(), "--token-file", str(token))
@@ -105,6 +109,7 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
         "weight_format": "fp8",
         "prefill": "bf16",
         "threads_per_worker": 3,
+        "share_folder": False,
         "cluster_token": "secret",
         **CACHE,
         "draft": "stateless",
@@ -131,7 +136,7 @@ def test_what_is_not_given_is_the_models_own(duckllm: Any, monkeypatch: pytest.M
     monkeypatch.setattr(FakeModel, "default_sampling_params", SamplingParams(temperature=0.25, top_k=9))
     done = duckllm("chat", "--prompt", "x", "--max-tokens", "5")
     options = {"wire_dtype": "f32", "weight_format": "auto", "prefill": "f32"}
-    options |= {"threads_per_worker": 0, "cluster_token": None, **CACHE}
+    options |= {"threads_per_worker": 0, "share_folder": True, "cluster_token": None, **CACHE}
     options |= {"draft": "auto", "draft_tokens": 1, "lanes": "auto"}
     assert done.loaded == [(None, {"workers": 2, **options}, None)]
     assert done.model.params == [SamplingParams(temperature=0.25, top_k=9, max_tokens=5)]
@@ -332,6 +337,22 @@ def test_the_spinner_shows_a_name_as_it_is(monkeypatch: pytest.MonkeyPatch) -> N
     with Waiting("Loading /[/b][red]m\x1b[2J", after_s=1000) as waiting:
         waiting._show()
     assert "Loading /[/b][red]m[2J" in err.getvalue()
+
+
+def test_a_spinner_makes_room_for_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    err = io.StringIO()
+    monkeypatch.setattr(err, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", err)
+    with Waiting("Loading", after_s=1000) as waiting:
+        waiting._show()
+        assert waiting._status is not None
+        assert waiting._status._live.is_started
+        with ConsoleProgress("Sending", Console(file=io.StringIO(), force_terminal=True)) as progress:
+            progress("2 workers", 1, 2)
+            assert not waiting._status._live.is_started
+            waiting._show()  # not again
+            assert not waiting._status._live.is_started
+    assert on_bar == []
 
 
 def test_facts_say_how_much_of_a_prompt_was_cached() -> None:

@@ -36,6 +36,21 @@ def test_matches_float64(new_experts: NewExperts, hidden: int, intermediate: int
     assert abs(y - exact).max() <= 1.5e-6 * abs(exact).max()
 
 
+@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+def test_stripe_by_stripe_in_memory_gives_the_same_bits(new_experts: NewExperts, num_tokens: int) -> None:
+    layer = Layer.random(6, 72, 100)
+    x, topk_ids, topk_weights = random_step(layer, num_tokens=num_tokens, top_k=4)
+    units = pack(layer)
+    shards = np.zeros((units.shape[1], units.shape[0] * units.shape[2] + 4096), np.uint8)  # with gaps
+    moved = shards[:, : units.shape[0] * units.shape[2]].reshape(units.shape[1], units.shape[0], -1)
+    moved = moved.transpose(1, 0, 2)
+    moved[:] = units
+    experts = new_experts(layer)
+    expected = experts.run(units, x, topk_ids, topk_weights)
+    assert_same_bits(experts.run(moved, x, topk_ids, topk_weights), expected)
+    assert experts.read_units(moved, topk_ids) == experts.read_units(units, topk_ids)
+
+
 @pytest.mark.parametrize("top_k", range(1, 9))
 def test_every_top_k_with_repeated_ids(new_experts: NewExperts, top_k: int) -> None:
     layer = Layer.random(3, 96, 40)

@@ -103,9 +103,9 @@ def test_shapes_that_do_not_fit_are_errors() -> None:
     with pytest.raises(ValueError, match="out: got 4 experts of 3 stripes, expected 5 of 3"):
         _native.recode_units(units, out[:4], 72, "fp9", "fp8")
     with pytest.raises(ValueError, match="units: got gaps"):
-        _native.recode_units(units[:, ::2], out[:, :2], 72, "fp9", "fp8")
+        _native.recode_units(units[:, :, ::2].repeat(2, axis=2)[:, :, ::-1], out, 72, "fp9", "fp8")
     with pytest.raises(ValueError, match="units: got gaps"):
-        _native.flush_from_caches(units[:, ::2])
+        _native.flush_from_caches(units[:, :, ::2])
     with pytest.raises(ValueError, match="format"):
         _native.recode_units(units, out, 72, "fp9", "bf16")
     _native.recode_units(units, out, 72, "fp9", "fp8")

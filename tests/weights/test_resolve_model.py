@@ -10,9 +10,10 @@ import pytest
 from random_checkpoint import make_checkpoint
 
 from duckllm.errors import CheckpointError, ConfigError, ModelNotFoundError
+from duckllm.weights.cache_folder import cache_folder, shard_folder
 from duckllm.weights.convert import convert
 from duckllm.weights.manifest import Manifest
-from duckllm.weights.resolve import cache_folder, resolve_model
+from duckllm.weights.resolve import resolve_model
 
 
 @pytest.fixture(autouse=True)
@@ -102,9 +103,11 @@ def test_no_such_model(tmp_path: Path) -> None:
 
 def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_folder() == tmp_path / "cache"
+    assert shard_folder() == tmp_path / "cache/shards"
     monkeypatch.delenv("DUCKLLM_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder() == tmp_path / "xdg/duckllm/models"
+    assert shard_folder() == tmp_path / "xdg/duckllm/shards"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cache_folder() == tmp_path / "home/.cache/duckllm/models"

@@ -16,21 +16,26 @@ RANGES = {
     FrameType.ERROR: (4, 4096),
     FrameType.STEP_REQUEST: (16, 1 << 30),
     FrameType.STEP_REPLY: (16, 1 << 30),
+    FrameType.FETCH: (2, 4 << 20),
+    FrameType.SHARD: (17, (1 << 20) + 16),
 }
 
 
 def test_frame_header() -> None:
     got = _native.encode_frame_header(FrameType.STEP_REQUEST, 0x01020304, 0x1112131415161718)
-    assert got == bytes.fromhex("4455434b 0100 0800 04030201 00000000 1817161514131211")
+    assert got == bytes.fromhex("4455434b 0200 0800 04030201 00000000 1817161514131211")
     assert _native.decode_frame_header(got) == (FrameType.STEP_REQUEST, 0x01020304, 0x1112131415161718)
 
 
 def test_type_numbers() -> None:
-    names = "AUTH_OPEN AUTH_CHALLENGE AUTH_PROOF HELLO PREPARE READY ERROR STEP_REQUEST STEP_REPLY CLOSE"
+    names = (
+        "AUTH_OPEN AUTH_CHALLENGE AUTH_PROOF HELLO PREPARE READY ERROR STEP_REQUEST STEP_REPLY CLOSE "
+        "FETCH SHARD"
+    )
     assert {kind.name: kind.value for kind in FrameType} == {n: i + 1 for i, n in enumerate(names.split())}
     names = (
         "PROTOCOL VERSION AUTHENTICATION BUSY PLAN MODEL_NOT_FOUND CHECKPOINT WEIGHT_FORMAT WEIGHT_HASH "
-        "TIMEOUT INTERNAL"
+        "TIMEOUT INTERNAL DISK_SPACE"
     )
     assert {code.name: code.value for code in ErrorCode} == {n: i + 1 for i, n in enumerate(names.split())}
 
@@ -50,7 +55,7 @@ def test_step_reply_header() -> None:
 
 def test_error_frame() -> None:
     got = _native.encode_error_frame(ErrorCode.WEIGHT_HASH, "né")
-    assert got == bytes.fromhex("4455434b 0100 0700 07000000 00000000 0000000000000000 09000000 6ec3a9")
+    assert got == bytes.fromhex("4455434b 0200 0700 07000000 00000000 0000000000000000 09000000 6ec3a9")
     assert _native.decode_error_payload(got[24:]) == (9, "né".encode())
 
 
@@ -62,6 +67,15 @@ def test_a_long_error_text_is_cut_between_characters(length: int) -> None:
     assert text.startswith(got)
     assert len(payload) >= min(len(text.encode()), 4091) + 4
     assert len(payload) <= 4096
+
+
+def test_shard_header() -> None:
+    got = _native.encode_shard_header(0x01020304, 0x05060708, 0x1112131415161718)
+    assert got == bytes.fromhex("04030201 08070605 1817161514131211")
+    assert _native.decode_shard_header(got) == (0x01020304, 0x05060708, 0x1112131415161718)
+    assert (_native.SHARD_HEADER_BYTES, _native.MAX_SHARD_PIECE_BYTES) == (16, 1 << 20)
+    with pytest.raises(_native.WireError, match="shard header bytes: got 15, expected 16"):
+        _native.decode_shard_header(got[:15])
 
 
 def test_auth_payload() -> None:
@@ -94,10 +108,10 @@ GOOD = _native.encode_frame_header(FrameType.CLOSE, 0, 7)
     [
         (0, b"\0", ErrorCode.PROTOCOL, "magic"),
         (3, b"k", ErrorCode.PROTOCOL, "magic"),
-        (4, b"\2", ErrorCode.VERSION, "protocol version: got 2, expected 1"),
-        (5, b"\1", ErrorCode.VERSION, "protocol version: got 257, expected 1"),
+        (4, b"\1", ErrorCode.VERSION, "protocol version: got 1, expected 2"),
+        (5, b"\1", ErrorCode.VERSION, "protocol version: got 258, expected 2"),
         (6, b"\0", ErrorCode.PROTOCOL, "frame type: got 0"),
-        (6, b"\x0b", ErrorCode.PROTOCOL, "frame type: got 11"),
+        (6, b"\x0d", ErrorCode.PROTOCOL, "frame type: got 13"),
         (7, b"\1", ErrorCode.PROTOCOL, "frame type: got 266"),
         (8, b"\1", ErrorCode.PROTOCOL, "CLOSE payload bytes: got 1, expected 0"),
         (12, b"\1", ErrorCode.PROTOCOL, "reserved bytes: got 1, expected 0"),

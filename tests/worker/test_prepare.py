@@ -33,6 +33,7 @@ from worker_harness import (
     open_transport,
     plan_for,
     running_worker,
+    worker_channel,
 )
 
 
@@ -193,7 +194,9 @@ def test_files_are_checked_before_memory_is_set_aside(
     (plan,) = plan_for(model)
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(CheckpointError, match=r"units: got U8 \[6, 7, "):
-        Sessions(WorkerConfig(threads=1), print)._prepare(replace(plan, num_experts=1 << 30), theirs)
+        Sessions(WorkerConfig(threads=1), print)._prepare(
+            replace(plan, num_experts=1 << 30), worker_channel(theirs)
+        )
 
 
 def test_unknown_fields_of_a_plan_are_shown_in_part(model: Manifest) -> None:

@@ -19,7 +19,7 @@ from duckllm.worker import scratch
 from duckllm.worker.config import WorkerConfig
 from duckllm.worker.scratch import check_scratch, scratch_bytes
 from duckllm.worker.session import Sessions
-from worker_harness import plan_for
+from worker_harness import plan_for, worker_channel
 
 
 class _MallocInfo(ctypes.Structure):
@@ -102,9 +102,9 @@ def test_the_scratch_of_the_largest_step_is_bounded(model: Manifest, monkeypatch
     sessions = Sessions(WorkerConfig(threads=1), print)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        assert sessions._prepare(plan, theirs)[1] == 14
+        assert sessions._prepare(plan, worker_channel(theirs))[1] == 14
         with pytest.raises(ProtocolError, match="plan max_step_tokens: got 9, expected at most 8, "):
-            sessions._prepare(replace(plan, max_step_tokens=9), theirs)
+            sessions._prepare(replace(plan, max_step_tokens=9), worker_channel(theirs))
 
 
 def test_the_limit_is_a_quarter_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from duckllm.config import threads_in_words
+from duckllm.config import parse_size, threads_in_words
 from duckllm.errors import ConfigError
 
 ROOFLINE_EXAMPLES = """\b
@@ -83,7 +83,7 @@ def roofline(
     config = RooflineConfig(
         threads=parse_numbers("threads", threads),
         isa=isa,
-        size=parse_size(size),
+        size=parse_size("size", size),
         repeats=repeats,
         huge_pages=huge_pages,
     )
@@ -337,17 +337,3 @@ def parse_numbers(field: str, text: str) -> tuple[int, ...]:
     if not all(word.isascii() and word.isdigit() and len(word) <= 9 for word in words):
         raise ConfigError(field, text, "numbers with commas between, like 1,2,4")
     return tuple(dict.fromkeys(int(word) for word in words))
-
-
-def parse_size(text: str) -> int:
-    """Bytes from ``"512M"``: a whole number with K, M or G behind it, or nothing.
-
-    Raises:
-        ConfigError: It is something else.
-    """
-    word = text.strip().upper()
-    unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(word[-1:], 0)
-    number = word[:-1] if unit else word
-    if not (number.isascii() and number.isdigit() and len(number) <= 15):
-        raise ConfigError("size", text, "a number of bytes, like 512M or 2G")
-    return int(number) * (unit or 1)

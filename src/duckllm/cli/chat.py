@@ -21,14 +21,13 @@ from duckllm.cli.common import (
     Waiting,
     describe_ending,
     describe_facts,
-    parse_size,
     parse_workers,
     tell,
 )
 from duckllm.cli.session import Session
 from duckllm.cli.terminal import ReplyWriter, keys_unseen
 from duckllm.cluster.token import read_token
-from duckllm.config import ClusterConfig, is_utf8
+from duckllm.config import ClusterConfig, is_utf8, parse_size
 from duckllm.errors import ConfigError, InWords
 from duckllm.sampling_params import SamplingParams
 from duckllm.weights.resolve import resolve_model
@@ -151,6 +150,13 @@ def chat(
     threads_per_worker: Annotated[
         int, typer.Option(help="Compute threads of each worker started here; 0 divides the cores.")
     ] = 0,
+    share_folder: Annotated[
+        bool,
+        typer.Option(
+            "--share-folder/--no-share-folder",
+            help="Whether workers may open this model's folder by its path, where they find it.",
+        ),
+    ] = True,
     token_file: Annotated[
         Path | None,
         typer.Option(help="File with the secret that the workers at addresses share.", readable=False),
@@ -167,7 +173,8 @@ def chat(
     overrides = {field: value for field, value in changes.items() if value is not None}
     question = _question(prompt, as_json)
     options: dict[str, Any] = {"wire_dtype": wire_dtype, "weight_format": weight_format, "prefill": prefill}
-    options = _cluster_options(workers, options | {"threads_per_worker": threads_per_worker}, token_file)
+    options |= {"threads_per_worker": threads_per_worker, "share_folder": share_folder}
+    options = _cluster_options(workers, options, token_file)
     _check_sampling(overrides)
     _check_utf8("system", system or "")
     with ExitStack() as stack:

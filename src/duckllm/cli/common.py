@@ -5,7 +5,6 @@ Called by the verbs; knows what a chat needs of a model (:class:`ChatModel`) and
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
 from collections.abc import Generator, Sequence
@@ -15,8 +14,6 @@ from typing import TYPE_CHECKING, Protocol
 from duckllm.cli.terminal import printable
 from duckllm.cluster.address import parse_address
 from duckllm.errors import ConfigError
-
-_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,3})?)\s*([KMGT](?:i?B)?)?B?", re.IGNORECASE)
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -79,20 +76,6 @@ class ChatModel(Protocol):
 
     def stats(self) -> EngineMetrics:
         """What was computed so far, and how long it took."""
-
-
-def parse_size(field: str, text: str) -> int:
-    """Bytes from a size: ``"2GiB"``, ``"800MB"``, ``"1.5G"`` (a GiB and a half) or a number of bytes.
-
-    Raises:
-        ConfigError: ``text`` is none.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(field, text, "a size: 2GiB, 800MB or a number of bytes")
-    number, unit = match[1], (match[2] or "").upper()
-    base = 1000 if len(unit) == 2 else 1024
-    return int(float(number) * base ** " KMGT".index(unit[:1] or " "))
 
 
 def parse_workers(text: str) -> int | tuple[str, ...]:
@@ -200,12 +183,22 @@ class Waiting:
 
     def __enter__(self) -> Waiting:
         if sys.stderr.isatty():
+            from duckllm.weights.console import on_bar
+
+            on_bar.append(self._end)
             self._timer.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._timer.ident is not None:
+            from duckllm.weights.console import on_bar
+
+            on_bar.remove(self._end)
+        self._end()
+
+    def _end(self) -> None:
         self._timer.cancel()
         with self._lock:
             self._over = True

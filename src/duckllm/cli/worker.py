@@ -52,6 +52,28 @@ def worker(
             "from mapped files, whose memory other programs may share or take."
         ),
     ] = False,
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the node cache, for weights that the host sends; else one in this user's cache.",
+            show_default=False,
+        ),
+    ] = None,
+    cache_bytes: Annotated[
+        str | None,
+        typer.Option(
+            help="Most bytes in it, like 40GiB, the longest unused are removed first; by default what the "
+            "disk has room for.",
+            show_default=False,
+        ),
+    ] = None,
+    cache: Annotated[
+        bool,
+        typer.Option(
+            "--cache/--no-cache",
+            help="Keep weights that the host sends on the disk; else in memory, sent again for each plan.",
+        ),
+    ] = True,
     token_file: Annotated[
         Path | None,
         typer.Option(help="File that holds the cluster token (else $DUCKLLM_CLUSTER_TOKEN)."),
@@ -71,6 +93,7 @@ def worker(
     Beyond loopback there must be a cluster token, the same on the host and on every worker.
     """
     from duckllm.cluster.token import read_token
+    from duckllm.config import parse_size
     from duckllm.worker.config import WorkerConfig
     from duckllm.worker.server import run_worker
 
@@ -82,6 +105,9 @@ def worker(
         pin=pin,
         weight_format=weight_format,
         prefill=prefill,
+        cache=cache,
+        cache_dir=cache_dir,
+        cache_bytes=None if cache_bytes is None else parse_size("cache_bytes", cache_bytes),
         copy=copy,
         token=read_token(token_file),
         exit_with_stdin=exit_with_stdin,

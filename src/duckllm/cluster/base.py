@@ -11,6 +11,7 @@ from typing import Self
 
 from duckllm.cluster.address import Address
 from duckllm.cluster.connect import Connection, WorkerInfo
+from duckllm.cluster.fetch import FetchProgress, wait_all_ready
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.config import ClusterConfig
 from duckllm.errors import ConfigError
@@ -64,21 +65,24 @@ class Cluster:
             for address in self.addresses:
                 self._preparing.append(Connection(address, self._token, self.config.connect_timeout_s))
             for connection, plan in zip(self._preparing, plans, strict=True):
-                connection.send_plan(plan)
+                connection.send_plan(plan, share_folder=self.config.share_folder)
         except BaseException:
             self._hang_up()
             raise
 
     def wait_ready(self) -> list[Connection]:
-        """Waits until every worker has prepared; the connections are the caller's then.
+        """Waits until every worker has prepared, and sends each the weights that it finds nowhere else.
+
+        The connections are the caller's then.
 
         Raises:
             ClusterError: A worker is gone, refuses, or takes too long.
-            ModelError: A worker cannot use its weights; the message names the worker and the file.
+            ModelError: A worker cannot use its weights; the message names the worker and the file. Or this
+                host lacks the file of a shard.
         """
         try:
-            for connection in self._preparing:
-                connection.wait_ready(self.config.prepare_timeout_s)
+            with FetchProgress(self.num_workers) as progress:
+                wait_all_ready(self._preparing, self.config.prepare_timeout_s, progress)
         except BaseException:
             self._hang_up()
             raise

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from duckllm import _native
 from duckllm._native import FrameType
 from duckllm.cluster.address import Address, is_loopback
 from duckllm.cluster.auth import authenticate_host
+from duckllm.cluster.fetch import wait_all_ready
 from duckllm.cluster.frames import ControlChannel, PeerClosedError
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.errors import AuthenticationError, ProtocolError, WorkerUnavailableError, show_value
@@ -77,7 +79,7 @@ class Connection:
                 raise AuthenticationError(
                     f"cluster_token: got none, expected one, as worker {address} is beyond loopback"
                 )
-            self._channel = ControlChannel(
+            self.channel = ControlChannel(
                 self._socket, us="this host", peer=f"worker {address}", hears_errors=True
             )
             self.info = self._guarded(lambda deadline: self._hello(token, deadline), timeout_s)
@@ -85,36 +87,47 @@ class Connection:
             self.close()
             raise
         self.plan: WorkerPlan | None = None
-        self.verified_stripes = 0
+        self.verified_stripes = self.fetched_bytes = 0
 
-    def send_plan(self, plan: WorkerPlan) -> None:
-        """Sends the plan; the worker maps and verifies its weights meanwhile."""
-        message = plan.to_json()
+    def send_plan(self, plan: WorkerPlan, *, share_folder: bool = True) -> None:
+        """Sends the plan; the worker maps and verifies its weights meanwhile.
+
+        Args:
+            plan: The plan.
+            share_folder: Whether the worker may open ``plan.folder`` by its path.
+        """
+        message = (plan if share_folder else replace(plan, folder="")).to_json()
         self._guarded(
-            lambda deadline: self._channel.send_json(FrameType.PREPARE, message, deadline=deadline),
+            lambda deadline: self.channel.send_json(FrameType.PREPARE, message, deadline=deadline),
             self._timeout_s,
         )
         self.plan = plan
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Waits until the worker has mapped and verified its weights.
+        """Waits until the worker has mapped and verified its weights, and sends it those that it lacks.
 
         Raises:
-            WorkerUnavailableError: Not within ``timeout_s``, gone, or busy with another host.
-            ModelNotFoundError: The worker finds no such file.
+            WorkerUnavailableError: Silent for ``timeout_s``, gone, or busy with another host.
+            ModelNotFoundError: Neither the worker nor this host finds such a file.
             WeightHashError: A stripe is not what the plan says.
             ModelError: The worker cannot use its files for another reason.
         """
+        wait_all_ready([self], timeout_s)
+
+    def set_ready(self, ready: dict[str, Any]) -> None:
+        """Takes what the worker says in READY.
+
+        Raises:
+            ProtocolError: A field is missing or of the wrong kind.
+        """
         assert self.plan is not None
-        ready = self._guarded(
-            lambda deadline: self._channel.receive_json(FrameType.READY, deadline=deadline), timeout_s
-        )
-        self.verified_stripes = _count(ready, "verified_stripes", self._channel.peer)
+        self.verified_stripes = _count(ready, "verified_stripes", self.channel.peer)
+        self.fetched_bytes = _count(ready, "fetched_bytes", self.channel.peer)
         self.info = replace(
             self.info,
             first_stripe=self.plan.first_stripe,
             num_stripes=self.plan.num_stripes,
-            weight_format=_text(ready, "weight_format", self._channel.peer),
+            weight_format=_text(ready, "weight_format", self.channel.peer),
         )
 
     def detach_socket(self) -> int:
@@ -126,15 +139,15 @@ class Connection:
         self._socket.close()
 
     def _hello(self, token: str | None, deadline: float) -> WorkerInfo:
-        authenticate_host(self._channel, token, deadline=deadline)
+        authenticate_host(self.channel, token, deadline=deadline)
         hello = {
             "protocol_version": _native.PROTOCOL_VERSION,
             "build": duckllm.__version__,
             "pid": os.getpid(),
         }
-        self._channel.send_json(FrameType.HELLO, hello, deadline=deadline)
-        answer = self._channel.receive_json(FrameType.HELLO, deadline=deadline)
-        peer = self._channel.peer
+        self.channel.send_json(FrameType.HELLO, hello, deadline=deadline)
+        answer = self.channel.receive_json(FrameType.HELLO, deadline=deadline)
+        peer = self.channel.peer
         return WorkerInfo(
             address=str(self.address),
             isa=_text(answer, "isa", peer),
@@ -146,17 +159,29 @@ class Connection:
 
     def _guarded(self, action: Callable[[float], T], timeout_s: float) -> T:
         """Runs one exchange under its deadline; sockets' own errors become typed ones."""
+        with self.socket_errors():
+            try:
+                return action(time.monotonic() + timeout_s)
+            except TimeoutError as error:
+                raise WorkerUnavailableError(
+                    f"worker {self.address} did not answer within {timeout_s:g} s"
+                ) from error
+
+    @contextmanager
+    def socket_errors(self) -> Iterator[None]:
+        """Turns what sockets say into errors of ours.
+
+        Raises:
+            WorkerUnavailableError: The connection ended or failed.
+            DuckError: What the worker said before.
+        """
         try:
-            return action(time.monotonic() + timeout_s)
-        except TimeoutError as error:
-            raise WorkerUnavailableError(
-                f"worker {self.address} did not answer within {timeout_s:g} s"
-            ) from error
+            yield
         except PeerClosedError as error:
             raise WorkerUnavailableError(f"{error}") from error
         except OSError as error:
             # The worker may have said why before it closed.
-            self._channel.raise_reported_error(deadline=time.monotonic() + 1.0)
+            self.channel.raise_reported_error(deadline=time.monotonic() + 1.0)
             reason = error.strerror or str(error)
             raise WorkerUnavailableError(f"worker {self.address} is not available: {reason}") from error
 

@@ -19,6 +19,7 @@ from duckllm.errors import (
     CheckpointError,
     ClusterError,
     ConfigError,
+    DiskSpaceError,
     DuckError,
     ModelNotFoundError,
     ProtocolError,
@@ -37,6 +38,7 @@ _CODE_OF_ERROR: tuple[tuple[type[DuckError], ErrorCode], ...] = (
     (CheckpointError, ErrorCode.CHECKPOINT),
     (WeightFormatError, ErrorCode.WEIGHT_FORMAT),
     (WeightHashError, ErrorCode.WEIGHT_HASH),
+    (DiskSpaceError, ErrorCode.DISK_SPACE),
     (ConfigError, ErrorCode.PLAN),
     (ProtocolVersionError, ErrorCode.VERSION),
     (ProtocolError, ErrorCode.PROTOCOL),
@@ -120,30 +122,53 @@ class ControlChannel:
             TimeoutError: ``deadline`` passed.
         """
         header = self._receive_bytes(_native.FRAME_HEADER_BYTES, deadline, expected.name)
-        try:
-            kind, payload_bytes, _ = _native.decode_frame_header(header)
-        except _native.WireError as error:
-            raise self._wire_error(error, header) from None
-        is_error = kind == FrameType.ERROR and self._hears_errors
-        if kind != expected and not is_error:
-            raise ProtocolError(f"frame type from {self.peer}: got {kind.name}, expected {expected.name}")
+        kind, payload_bytes = self._check_header(header, (expected,))
         payload = self._receive_bytes(payload_bytes, deadline, kind.name)
-        if is_error:
+        if kind != expected:
             raise self._reported_error(payload)
         return payload
 
+    def take_frame(
+        self, received: bytearray, expected: tuple[FrameType, ...]
+    ) -> tuple[FrameType, bytes] | None:
+        """Takes the first frame out of bytes that were received; None while it is not whole.
+
+        Raises:
+            ProtocolVersionError: As :meth:`receive` does.
+            ProtocolError: As :meth:`receive` does, by the header alone.
+            DuckError: The typed error that the other end reports.
+        """
+        head = _native.FRAME_HEADER_BYTES
+        if len(received) < head:
+            return None
+        kind, payload_bytes = self._check_header(bytes(received[:head]), expected)
+        if len(received) < head + payload_bytes:
+            return None
+        payload = bytes(received[head : head + payload_bytes])
+        del received[: head + payload_bytes]
+        if kind not in expected:
+            raise self._reported_error(payload)
+        return kind, payload
+
     def receive_json(self, expected: FrameType, *, deadline: float) -> dict[str, Any]:
         """The next frame's JSON object; raises as :meth:`receive` does."""
-        payload = self.receive(expected, deadline=deadline)
+        return self.parse_json(expected, self.receive(expected, deadline=deadline))
+
+    def parse_json(self, kind: FrameType, payload: bytes) -> dict[str, Any]:
+        """The JSON object that a frame's payload holds.
+
+        Raises:
+            ProtocolError: It holds something else.
+        """
         try:
             value = json.loads(payload)
         except (ValueError, RecursionError) as error:
             raise ProtocolError(
-                f"{expected.name} from {self.peer}: got no valid JSON, expected an object"
+                f"{kind.name} from {self.peer}: got no valid JSON, expected an object"
             ) from error
         if not isinstance(value, dict):
             raise ProtocolError(
-                f"{expected.name} from {self.peer}: got a JSON {type(value).__name__}, expected an object"
+                f"{kind.name} from {self.peer}: got a JSON {type(value).__name__}, expected an object"
             )
         return value
 
@@ -152,13 +177,28 @@ class ControlChannel:
         with contextlib.suppress(OSError):
             self.receive(FrameType.ERROR, deadline=deadline)
 
+    def _check_header(self, header: bytes, expected: tuple[FrameType, ...]) -> tuple[FrameType, int]:
+        """Type and payload length of a frame that is one of these, or an error that this end hears."""
+        try:
+            kind, payload_bytes, _ = _native.decode_frame_header(header)
+        except _native.WireError as error:
+            raise self._wire_error(error, header) from None
+        if kind not in expected and not (kind == FrameType.ERROR and self._hears_errors):
+            names = " or ".join(each.name for each in expected)
+            raise ProtocolError(f"frame type from {self.peer}: got {kind.name}, expected {names}")
+        return kind, payload_bytes
+
+    def closed(self, what: str) -> PeerClosedError:
+        """The error of a connection that ended before ``what`` was complete."""
+        return PeerClosedError(f"{self.peer} closed the connection before {what} was complete")
+
     def _receive_bytes(self, count: int, deadline: float, what: str) -> bytes:
         received = bytearray()
         while len(received) < count:
             self._set_timeout(deadline, what)
             chunk = self.connection.recv(min(count - len(received), _CHUNK_BYTES))
             if not chunk:
-                raise PeerClosedError(f"{self.peer} closed the connection before {what} was complete")
+                raise self.closed(what)
             received += chunk
         return bytes(received)
 

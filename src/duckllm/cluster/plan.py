@@ -46,7 +46,8 @@ class WorkerPlan:
         first_stripe: First stripe of the slice.
         num_stripes: S, stripes of the slice.
         layers: Every layer that has experts.
-        folder: Where the host has the model; used by a worker that has no folder of its own.
+        folder: Where the host has the model; a worker that has no folder of its own looks there. Empty where
+            it is not to.
         max_step_tokens: Most tokens in one step.
         wire_dtype: Activations on the wire, ``"f32"`` or ``"bf16"``.
         reply_dtype: Partial sums on the wire, ``"f32"`` or ``"bf16"``.

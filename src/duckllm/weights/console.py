@@ -1,12 +1,14 @@
-"""The progress of a conversion on stderr: a bar with the time left on a terminal, plain lines elsewhere.
+"""Progress on stderr: a bar with the time left on a terminal, plain lines elsewhere.
 
-Called by ``duckllm convert`` and by :func:`duckllm.weights.resolve.resolve_model`; knows bytes and a label.
+Called by ``duckllm convert``, by :func:`duckllm.weights.resolve.resolve_model` and where workers are sent
+their weights; knows bytes and a label.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
@@ -14,6 +16,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Column
 
 _LINE_EVERY_S = 10.0
+
+# Spinners on the terminal, which a bar would be drawn over: each is asked to go before one begins.
+on_bar: list[Callable[[], object]] = []
 
 
 class ConsoleProgress:
@@ -62,6 +67,8 @@ class ConsoleProgress:
                 ),
             )
             self._bar = Progress(*columns, console=self._console, transient=True, expand=True)
+            for hide in on_bar:
+                hide()
             self._task = self._bar.add_task(self._title, total=total, completed=done, stage=stage)
             self._bar.start()
         self._bar.update(self._task, total=total, completed=done, stage=stage)

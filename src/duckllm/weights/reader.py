@@ -20,6 +20,27 @@ UNITS = "units"
 DATA_ALIGNMENT = 4096
 
 
+def find_units(path: Path, shape: tuple[int, int, int]) -> int:
+    """Where the units begin in an expert file, bytes; a multiple of 4096.
+
+    Args:
+        path: The file.
+        shape: Experts, stripes, bytes of a unit, as the manifest says.
+
+    Raises:
+        CheckpointError: The file is missing, truncated or of another shape.
+    """
+    info = read_header(path).get(UNITS)
+    if info is None or info.dtype != "U8" or info.shape != shape:
+        got = "no such tensor" if info is None else f"{info.dtype} {list(info.shape)}"
+        raise CheckpointError(f"{path}: {UNITS}: got {got}, expected U8 {list(shape)}")
+    if info.offset % DATA_ALIGNMENT:
+        raise CheckpointError(
+            f"{path}: {UNITS}: data starts at {info.offset}, expected a multiple of {DATA_ALIGNMENT}"
+        )
+    return info.offset
+
+
 def map_units(path: Path, shape: tuple[int, int, int]) -> np.memmap[tuple[int, ...], np.dtype[np.uint8]]:
     """The units of an expert file, mapped read-only.
 
@@ -35,16 +56,9 @@ def map_units(path: Path, shape: tuple[int, int, int]) -> np.memmap[tuple[int, .
     Raises:
         CheckpointError: The file is missing, truncated or of another shape.
     """
-    info = read_header(path).get(UNITS)
-    if info is None or info.dtype != "U8" or info.shape != shape:
-        got = "no such tensor" if info is None else f"{info.dtype} {list(info.shape)}"
-        raise CheckpointError(f"{path}: {UNITS}: got {got}, expected U8 {list(shape)}")
-    if info.offset % DATA_ALIGNMENT:
-        raise CheckpointError(
-            f"{path}: {UNITS}: data starts at {info.offset}, expected a multiple of {DATA_ALIGNMENT}"
-        )
+    offset = find_units(path, shape)
     try:
-        return np.memmap(path, np.uint8, mode="r", offset=info.offset, shape=shape)
+        return np.memmap(path, np.uint8, mode="r", offset=offset, shape=shape)
     except (OSError, ValueError) as error:  # replaced or truncated since its header was read
         raise CheckpointError(f"{path}: cannot be mapped ({error})") from error
 

@@ -7,7 +7,9 @@ stored form, and are checked before.
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -69,7 +71,7 @@ def recode_units(
     Reference: unpacking and packing by :mod:`duckllm.weights.units`, byte for byte.
     """
     shape = (*units.shape[:2], unit_bytes(hidden_size, wanted, scale_layout))
-    out = _private_memory(shape)
+    out = private_memory(shape)
     experts = units.shape[0]
     bounds = [experts * index // num_threads for index in range(num_threads + 1)]
     with ThreadPoolExecutor(num_threads, thread_name_prefix="recode") as pool:
@@ -93,18 +95,40 @@ def recode_units(
     return out
 
 
-def _private_memory(shape: tuple[int, ...]) -> U8:
-    """Zeroed memory that begins on a huge page's boundary; freed with the last view of it."""
-    num_bytes = int(np.prod(shape))
+def private_memory(shape: tuple[int, ...]) -> U8:
+    """Zeroed memory that begins on a huge page's boundary; freed with the last view of it.
+
+    Raises:
+        WeightFormatError: There is no such memory.
+    """
+    num_bytes = math.prod(shape)
     length = num_bytes + _HUGE_PAGE_BYTES
     try:
         mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise WeightFormatError(
-            f"weights: got no {num_bytes} bytes for a copy in another format ({error.strerror})"
+            f"weights: got no {num_bytes} bytes of memory of its own ({error.strerror})"
         ) from error
     with contextlib.suppress(OSError):  # a kernel without transparent huge pages has small ones only
         mapping.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(mapping, np.uint8)
     start = -whole.ctypes.data % _HUGE_PAGE_BYTES
     return whole[start : start + num_bytes].reshape(shape)
+
+
+def huge_page_bytes(arrays: Iterable[U8], maps: Path = Path("/proc/self/smaps")) -> int:
+    """Bytes of arrays in private memory that the kernel has put into huge pages, as it says itself.
+
+    Where it says nothing that is 0. What other memory beside them has counts as theirs.
+    """
+    ranges = [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in arrays]
+    found, is_ours = 0, False
+    with contextlib.suppress(OSError, ValueError), maps.open() as lines:
+        for line in lines:
+            first, _, rest = line.partition(" ")
+            if first == "AnonHugePages:":
+                found += int(rest.split()[0]) * 1024 if is_ours else 0
+            elif not first.endswith(":"):
+                start, end = (int(number, 16) for number in first.split("-"))
+                is_ours = any(start < last and begin < end for begin, last in ranges)
+    return min(found, sum(last - begin for begin, last in ranges))

@@ -7,13 +7,13 @@ version: a changed checkpoint gets a folder of its own.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from duckllm.demo import CHECKPOINT
-from duckllm.errors import ConfigError, ModelNotFoundError
+from duckllm.errors import ModelNotFoundError
+from duckllm.weights.cache_folder import cache_folder
 from duckllm.weights.checkpoint import Checkpoint
 from duckllm.weights.console import ConsoleProgress
 from duckllm.weights.convert import Progress, convert
@@ -22,24 +22,7 @@ from duckllm.weights.hub import HubModel
 from duckllm.weights.manifest import FORMAT_VERSION, MANIFEST_FILE, Manifest
 from duckllm.weights.progress_file import PROGRESS_FILE
 
-CACHE_VARIABLE = "DUCKLLM_CACHE_DIR"
 DEMO_NAME = "duck-demo"
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: ``$DUCKLLM_CACHE_DIR``, or ``~/.cache/duckllm/models``.
-
-    Raises:
-        ConfigError: Nothing names a folder, and this user has no home.
-    """
-    named = os.environ.get(CACHE_VARIABLE)
-    if named:
-        return Path(named)
-    base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(base) if base else Path.home() / ".cache") / "duckllm" / "models"
-    except RuntimeError as error:
-        raise ConfigError(CACHE_VARIABLE, None, "a folder, as this user has no home") from error
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from duckllm.cluster.frames import safe_text
 from duckllm.cluster.token import read_token
+from duckllm.config import parse_size
 from duckllm.errors import describe_error
 from duckllm.worker.config import WorkerConfig
 from duckllm.worker.server import run_worker, write_line
@@ -41,6 +42,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--format", dest="weight_format", default=_DEFAULTS.weight_format, help="auto, fp9 or fp8"
     )
     parser.add_argument("--prefill", default=_DEFAULTS.prefill, help="f32 or bf16, for experts of many rows")
+    parser.add_argument("--cache-dir", type=Path, help="folder of the node cache")
+    parser.add_argument("--cache-bytes", help="most bytes in it, like 40GiB")
+    parser.add_argument("--no-cache", dest="cache", action="store_false", help="keep no shards on the disk")
     parser.add_argument("--copy", action="store_true", help="copy the slice into memory, in huge pages")
     parser.add_argument("--token-file", type=Path, help="file that holds the cluster token")
     for name in ("handshake", "frame", "send"):
@@ -60,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = vars(make_parser().parse_args(argv))
     json_output, token_file = flags.pop("json"), flags.pop("token_file")
     try:
+        if flags["cache_bytes"] is not None:
+            flags["cache_bytes"] = parse_size("cache_bytes", flags["cache_bytes"])
         run_worker(WorkerConfig(token=read_token(token_file), **flags), json_output=json_output)
     except KeyboardInterrupt:  # before there are handlers for signals
         return 130

@@ -27,6 +27,10 @@ class WorkerConfig:
             takes the host's, or what is stored, unless the other is measured to be faster.
         prefill: What experts of many rows are computed with, ``"f32"`` or ``"bf16"``
             (csrc/kernels/experts.h).
+        cache: Whether what is in no folder, and comes from the host, is kept in the node cache; else it is in
+            memory alone, and comes again with the next plan.
+        cache_dir: Folder of the node cache; None for ``shards`` in this user's cache.
+        cache_bytes: Most bytes in it; None for what the disk has room for.
         copy: Whether to copy the slice into memory of its own, in huge pages, instead of mapping the files.
         token: The cluster token, text that UTF-8 can hold; needed beyond loopback.
         exit_with_stdin: Whether to leave when standard input ends.
@@ -45,6 +49,9 @@ class WorkerConfig:
     pin: bool | None = None
     weight_format: str = "auto"
     prefill: str = "f32"
+    cache: bool = True
+    cache_dir: Path | None = None
+    cache_bytes: int | None = None
     copy: bool = False
     token: str | None = None
     exit_with_stdin: bool = False
@@ -77,12 +84,23 @@ class WorkerConfig:
             raise ConfigError("format", self.weight_format, "one of " + ", ".join(FORMAT_CHOICES))
         if not isinstance(self.prefill, str) or self.prefill not in PREFILLS:
             raise ConfigError("prefill", self.prefill, "one of " + ", ".join(PREFILLS))
-        if not isinstance(self.copy, bool):
-            raise ConfigError("copy", self.copy, "True or False")
+        for field in ("cache", "copy"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(field, getattr(self, field), "True or False")
+        self._check_cache()
         if not isinstance(self.token, str | None):
             raise ConfigError("token", InWords(type(self.token).__name__), "text, or None")
         if self.token is not None and not is_utf8(self.token):
             raise ConfigError("token", InWords("text that UTF-8 cannot hold"), "valid text")
+
+    def _check_cache(self) -> None:
+        if not isinstance(self.cache_dir, Path | None):
+            raise ConfigError("cache_dir", self.cache_dir, "a path, or None")
+        if self.cache_bytes is not None and (type(self.cache_bytes) is not int or self.cache_bytes < 1):
+            raise ConfigError("cache_bytes", self.cache_bytes, "a whole number from 1, or None")
+        for field in ("cache_dir", "cache_bytes"):
+            if not self.cache and getattr(self, field) is not None:
+                raise ConfigError(field, getattr(self, field), "nothing without a cache", "--no-cache")
 
     @property
     def resolved_threads(self) -> int:

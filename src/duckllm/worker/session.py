@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import duckllm
@@ -26,9 +26,10 @@ from duckllm.errors import DuckError, ProtocolError, WorkerUnavailableError
 from duckllm.prefill import check_prefill, select_isa
 from duckllm.weights.choice import ExpertSlice, FormatChoice, load_units
 from duckllm.weights.e4m3 import U8
+from duckllm.weights.recode import huge_page_bytes
 from duckllm.worker.config import WorkerConfig
 from duckllm.worker.scratch import check_scratch
-from duckllm.worker.weights import WorkerWeights
+from duckllm.worker.weights import MappedSlice, WorkerWeights
 
 # A host that reconnects at once may arrive before its last connection's end was noticed.
 BUSY_GRACE_S = 1.0
@@ -44,6 +45,7 @@ class Sessions:
 
     Raises:
         ModelError: ``config.model`` is no converted model.
+        ConfigError: ``config.cache_dir`` cannot be used.
         ConfigError: DUCK_FORCE_ISA names no ISA, or one that this CPU lacks; or ``config.prefill`` is bf16
             where it lacks that.
     """
@@ -52,7 +54,7 @@ class Sessions:
         self._config = config
         self._log = _never_raising(log)
         self.instructions = check_prefill(config.prefill, select_isa())
-        self._weights = WorkerWeights(config.model)
+        self._weights = WorkerWeights(config)
         self._active = threading.Lock()
         self._stopping = threading.Event()
         self._prepared: tuple[object, _Experts] | None = None
@@ -108,42 +110,58 @@ class Sessions:
         return WorkerPlan.from_json(channel.receive_json(FrameType.PREPARE, deadline=deadline))
 
     def _serve_plan(self, channel: ControlChannel, plan: WorkerPlan, peer: str) -> None:
-        experts, verified_stripes = self._prepare(plan, channel.connection)
-        ready = {"verified_stripes": verified_stripes, "weight_format": experts.choice.format}
+        experts, verified_stripes, fetched_bytes = self._prepare(plan, channel)
+        ready = {
+            "verified_stripes": verified_stripes,
+            "fetched_bytes": fetched_bytes,
+            "weight_format": experts.choice.format,
+        }
         channel.send_json(FrameType.READY, ready, deadline=time.monotonic() + READY_TIMEOUT_S)
         self._log(
             f"{peer}: ready, {len(plan.layers)} layers, {plan.num_stripes} of {plan.total_stripes} stripes "
-            f"from {plan.first_stripe} on, {verified_stripes} verified now, {experts.choice.reason}"
+            f"from {plan.first_stripe} on, {verified_stripes} verified now, {experts.choice.reason}, "
+            f"{experts.memory}"
         )
         reason, message, steps = experts.server.serve(channel.connection.fileno())
         self._log(f"{peer}: {reason} after {steps} steps: {message}")
 
-    def _prepare(self, plan: WorkerPlan, connection: socket.socket) -> tuple[_Experts, int]:
-        """The experts of a plan and the number of stripes hashed for it; the last plan's are used again."""
-        key = (replace(plan, folder=""), self._weights.identities(plan))
-        if self._prepared is not None and self._prepared[0] == key:
-            return self._prepared[1], 0
+    def _prepare(self, plan: WorkerPlan, channel: ControlChannel) -> tuple[_Experts, int, int]:
+        """The experts of a plan, the number of stripes hashed for it, and of bytes that the host sent.
+
+        The last plan's experts are used again.
+        """
+        known = replace(plan, folder="")
+        identities = self._weights.identities(plan)
+        if self._prepared is not None and self._prepared[0] == (known, identities):
+            return self._prepared[1], 0, 0
         self._prepared = None  # lets go of the old weights before the new ones come
+        self._weights.release()
 
         def check_stop() -> None:
             if self._stopping.is_set():
                 raise WorkerUnavailableError("this worker is stopping")
-            _check_still_connected(connection)
+            _check_still_connected(channel.connection)
 
-        # The files bound every size but the scratch's, so they come before memory is set aside.
-        mapped = [(layer, *self._weights.map_layer(plan, layer)) for layer in plan.layers]
+        # Files and the cache bound every size but the scratch's, so they come before memory is set aside.
+        mapped = self._weights.map(plan)
         check_scratch(plan, self._config.resolved_threads, self._config.prefill)
-        verified_stripes = 0
-        for layer, units, path in mapped:
-            verified_stripes += self._weights.verify(plan, layer, units, path, check_stop)
+        self._weights.verify(plan, mapped, check_stop)
+        self._weights.fill(plan, mapped, channel, check_stop)
         try:
-            experts = self._load(plan, {layer.layer: units for layer, units, _ in mapped}, check_stop)
+            experts = self._load(plan, mapped, check_stop)
         except (ValueError, MemoryError) as error:
             raise ProtocolError(f"plan: {error or 'got sizes beyond the memory of this worker'}") from error
-        self._prepared = (key, experts)
-        return experts, verified_stripes
+        # Shards have their files only now.
+        identities = tuple(
+            now if layer.layer in mapped.shards else before
+            for layer, before, now in zip(
+                plan.layers, identities, self._weights.identities(plan), strict=True
+            )
+        )
+        self._prepared = ((known, identities), experts)
+        return experts, mapped.verified_stripes, mapped.fetched_bytes
 
-    def _load(self, plan: WorkerPlan, stored: dict[int, U8], check_stop: Callable[[], None]) -> _Experts:
+    def _load(self, plan: WorkerPlan, mapped: MappedSlice, check_stop: Callable[[], None]) -> _Experts:
         """The experts of a plan, in the format that this worker, the host or a measurement says."""
         part = ExpertSlice(
             plan.hidden_size,
@@ -159,7 +177,9 @@ class Sessions:
         requested = self._config.weight_format
         if requested == "auto":
             requested = plan.weight_format
-        choice, layers = load_units(part, stored, plan.format, requested, check_stop, copy=self._config.copy)
+        # What is in memory of its own already is not copied into such again.
+        copy = self._config.copy and not (mapped.in_memory and not mapped.paths)
+        choice, layers = load_units(part, mapped.units, plan.format, requested, check_stop, copy=copy)
         server = _native.StepServer(
             hidden_size=plan.hidden_size,
             intermediate_size=plan.intermediate_size,
@@ -179,7 +199,7 @@ class Sessions:
         )
         for layer, units in layers.items():
             server.add_layer(layer, units)
-        return _Experts(server, choice)
+        return _Experts(server, choice, _describe_memory(mapped, layers))
 
 
 @dataclass(frozen=True)
@@ -188,6 +208,23 @@ class _Experts:
 
     server: _native.StepServer
     choice: FormatChoice
+    memory: str
+
+
+def _describe_memory(mapped: MappedSlice, used: Mapping[int, U8]) -> str:
+    """Where the units lie that steps read, and how much of them in huge pages."""
+    own = [
+        units
+        for layer, units in used.items()
+        if units is not mapped.units[layer] or (mapped.in_memory and layer in mapped.shards)
+    ]
+    if not own:
+        return mapped.origin()
+    num_bytes = sum(units.nbytes for units in own)
+    return (
+        f"{mapped.origin()}, {huge_page_bytes(own) / 1e6:,.0f} of {num_bytes / 1e6:,.0f} MB of memory of its "
+        "own in huge pages"
+    )
 
 
 def _never_raising(log: Callable[[str], None]) -> Callable[[str], None]:

@@ -1,0 +1,158 @@
+"""The node cache: what is kept, what goes, and what is left of the dead."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from duckllm.errors import ConfigError, DiskSpaceError
+from duckllm.worker import node_cache
+from duckllm.worker.config import WorkerConfig
+from duckllm.worker.node_cache import NodeCache
+
+SIZE = 1000
+DATA = {hashlib.sha256(bytes([n]) * SIZE).hexdigest(): bytes([n]) * SIZE for n in range(6)}
+NAMES = list(DATA)
+
+
+def need(*numbers: int) -> dict[str, int]:
+    return {NAMES[number]: SIZE for number in numbers}
+
+
+def put(cache: NodeCache, number: int) -> None:
+    with cache.writer(NAMES[number], SIZE) as writer:
+        writer.write(DATA[NAMES[number]][:300])
+        writer.write(memoryview(DATA[NAMES[number]])[300:])
+        os.close(writer.commit())
+
+
+def is_there(cache: NodeCache, number: int) -> bool:
+    descriptor = cache.open_shard(NAMES[number], SIZE)
+    if descriptor is None:
+        return False
+    try:
+        return os.pread(descriptor, SIZE + 1, 0) == DATA[NAMES[number]]
+    finally:
+        os.close(descriptor)
+
+
+def there(folder: Path) -> set[int]:
+    return {NAMES.index(path.stem) for path in folder.glob("*.shard")}
+
+
+def test_the_longest_unused_goes_first_and_what_is_needed_never(tmp_path: Path) -> None:
+    cache = NodeCache(tmp_path, 4 * SIZE)
+    cache.reserve(need(0, 1, 2, 3))
+    for number in range(4):
+        put(cache, number)
+        os.utime(tmp_path / f"{NAMES[number]}.shard", (1000 + number, 7))
+    assert is_there(cache, 0)  # used now
+    assert (tmp_path / f"{NAMES[0]}.shard").stat().st_mtime == 7  # the file is the same one
+    cache.reserve(need(1, 4))  # 1 is the oldest
+    assert there(tmp_path) == {0, 1, 3}
+    put(cache, 4)
+    cache.reserve(need(4, 5, 2))
+    assert there(tmp_path) == {0, 4}
+    assert not is_there(cache, 3)
+
+
+def test_what_does_not_fit_is_refused_and_removes_nothing(tmp_path: Path) -> None:
+    cache = NodeCache(tmp_path, 3 * SIZE)
+    cache.reserve(need(0, 1))
+    put(cache, 0)
+    with pytest.raises(DiskSpaceError) as caught:
+        cache.reserve(need(1, 2, 3, 4))
+    assert str(caught.value) == (
+        f"cache_dir {tmp_path}: got 3,000 bytes (--cache-bytes), expected 4,000 for this worker's slice"
+    )
+    assert there(tmp_path) == {0}
+
+
+def test_two_workers_share_a_folder(tmp_path: Path) -> None:
+    first, second = NodeCache(tmp_path, 5 * SIZE), NodeCache(tmp_path, 5 * SIZE)
+    first.reserve(need(0, 1, 2))
+    put(first, 0)
+    # Room for what the other is about to write is taken.
+    with pytest.raises(DiskSpaceError, match=r"5,000 bytes \(--cache-bytes, 3,000 of it for other workers\)"):
+        second.reserve(need(3, 4, 5))
+    second.reserve(need(2, 3, 4))
+    for number in (2, 3, 4):
+        put(second, number)
+    assert is_there(first, 2)
+    with pytest.raises(DiskSpaceError):
+        first.reserve(need(5, 0, 1))
+    first.reserve(need(0, 2))
+    second.close()  # needs nothing any more
+    first.reserve(need(0, 1, 5))
+    assert 0 in there(tmp_path)
+    assert len(there(tmp_path)) == 3  # and 1 and 5 are to come
+
+
+def test_what_the_dead_left_is_removed_and_what_the_living_write_is_not(tmp_path: Path) -> None:
+    living = NodeCache(tmp_path, None)
+    living.reserve(need(0))
+    (tmp_path / f".{NAMES[1]}.00.partial").write_bytes(b"half")
+    (tmp_path / ".needed-dead").write_text("{")
+    with living.writer(NAMES[0], SIZE) as writer:
+        writer.write(bytes(SIZE))
+        NodeCache(tmp_path, None)
+        names = sorted(path.name for path in tmp_path.iterdir())
+        assert len(names) == 2
+        assert names[0].startswith(f".{NAMES[0]}.")
+        assert names[1].startswith(".needed-")
+    assert len(list(tmp_path.iterdir())) == 1  # an unfinished one is gone with its writer
+
+
+def test_a_shard_of_another_length_is_none(tmp_path: Path) -> None:
+    cache = NodeCache(tmp_path, None)
+    put(cache, 0)
+    os.truncate(tmp_path / f"{NAMES[0]}.shard", SIZE - 1)
+    assert cache.open_shard(NAMES[0], SIZE) is None
+    cache.reserve(need(0))
+    assert there(tmp_path) == set()
+    assert cache.identity(NAMES[0]) is None
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = NodeCache(tmp_path, None)
+    put(cache, 0)
+    monkeypatch.setattr(node_cache, "free_bytes", lambda folder: 1999)
+    with pytest.raises(DiskSpaceError, match=r"got 2,999 bytes \(what the disk has room for\), expected 4,0"):
+        cache.reserve(need(1, 2, 3, 4))
+    assert there(tmp_path) == {0}
+    cache.reserve(need(1, 2))
+    assert there(tmp_path) == set()
+
+    def no_space(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    # Others may have taken it since.
+    monkeypatch.setattr(os, "pwrite", no_space)
+    no_room = pytest.raises(DiskSpaceError, match="no space left on the device")
+    with cache.writer(NAMES[1], SIZE) as writer, no_room:
+        writer.write(bytes(SIZE))
+    assert not list(tmp_path.glob(".*.partial"))
+
+
+def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cache_dir: got .*/file, expected a folder that can be .*exists"):
+        NodeCache(tmp_path / "file", None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"cache": 1}, "cache: got 1, expected True or False"),
+        ({"cache_dir": "x"}, "cache_dir: got 'x', expected a path"),
+        ({"cache_bytes": 0}, "cache_bytes: got 0, expected a whole number from 1"),
+        ({"cache": False, "cache_bytes": 1}, "cache_bytes: got 1, expected nothing without a cache"),
+    ],
+)
+def test_options_are_checked(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        WorkerConfig(**fields)  # type: ignore[arg-type]
