@@ -209,9 +209,12 @@ class WorkerProcess:
 
 @contextmanager
 def running_worker(
-    folder: Path, *flags: str, token: str | None = None, **variables: str
+    folder: Path, *flags: str, token: str | None = None, within: Sequence[str] = (), **variables: str
 ) -> Iterator[WorkerProcess]:
-    """A worker on a free loopback port, stopped in the end by the end of its input."""
+    """A worker on a free loopback port, stopped in the end by the end of its input.
+
+    ``within`` is a command that runs another.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     stderr = folder / f"worker-{os.urandom(4).hex()}.log"
     environment = {
@@ -220,6 +223,7 @@ def running_worker(
     if token is not None:
         environment[TOKEN_VARIABLE] = token
     command = [
+        *within,
         sys.executable,
         "-m",
         "duckllm.worker",

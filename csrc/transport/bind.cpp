@@ -1,6 +1,7 @@
 // The transport for Python: arrays in, arrays out, the GIL released while bytes move.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <string_view>
@@ -24,6 +25,12 @@ void check_shape(const char* field, size_t got_rows, size_t got_columns, size_t 
                               std::to_string(columns) + "]");
 }
 
+// Ctrl-C must not wait for a worker that is stuck.
+bool interrupted() {
+  const nb::gil_scoped_acquire acquire;
+  return PyErr_CheckSignals() != 0;
+}
+
 class PyTransport {
  public:
   PyTransport(std::vector<int> sockets, const TransportConfig& config)
@@ -42,10 +49,6 @@ class PyTransport {
   }
 
   void wait(uint64_t ticket, Matrix<float> out) {
-    const auto interrupted = [] {
-      const nb::gil_scoped_acquire acquire;
-      return PyErr_CheckSignals() != 0;  // Ctrl-C must not wait for a worker that is stuck
-    };
     bool complete = false;
     {
       nb::gil_scoped_release release;
@@ -54,6 +57,17 @@ class PyTransport {
       complete = transport_.wait(ticket, out.data(), interrupted);
     }
     if (!complete) throw nb::python_error();
+  }
+
+  std::vector<size_t> wait_some(uint64_t ticket, int64_t ms) {
+    std::vector<size_t> late;
+    bool uninterrupted = false;
+    {
+      nb::gil_scoped_release release;
+      uninterrupted = transport_.wait_some(ticket, ms, late, interrupted);
+    }
+    if (!uninterrupted) throw nb::python_error();
+    return late;
   }
 
   Transport& native() { return transport_; }
@@ -88,7 +102,8 @@ void bind_transport(nb::module_& m) {
       .def(
           "__init__",
           [](PyTransport* self, std::vector<int> sockets, uint32_t hidden_size, uint32_t top_k,
-             uint32_t max_step_tokens, bool x_bf16, bool reply_bf16, int64_t step_timeout_ms, int spin_us) {
+             uint32_t max_step_tokens, bool x_bf16, bool reply_bf16, int64_t step_timeout_ms,
+             int64_t submit_timeout_ms, int spin_us) {
             TransportConfig config;
             config.hidden_size = hidden_size;
             config.top_k = top_k;
@@ -96,18 +111,40 @@ void bind_transport(nb::module_& m) {
             config.x_type = static_cast<ActivationType>(x_bf16);
             config.reply_type = static_cast<ActivationType>(reply_bf16);
             config.step_timeout_ms = step_timeout_ms;
+            config.submit_timeout_ms = submit_timeout_ms;
             config.spin_us = spin_us;
             new (self) PyTransport(std::move(sockets), config);
           },
           nb::arg("sockets"), nb::kw_only(), nb::arg("hidden_size"), nb::arg("top_k"),
           nb::arg("max_step_tokens"), nb::arg("x_bf16") = false, nb::arg("reply_bf16") = false,
-          nb::arg("step_timeout_ms") = 30'000, nb::arg("spin_us") = 0)
+          nb::arg("step_timeout_ms") = 30'000, nb::arg("submit_timeout_ms") = 500, nb::arg("spin_us") = 0)
       .def("submit", &PyTransport::submit, nb::arg("layer"), nb::arg("x").noconvert(),
            nb::arg("topk_ids").noconvert(), nb::arg("topk_weights").noconvert(), nb::arg("lane") = 0,
-           "Sends x [T, H] f32, topk_ids [T, K] i32, topk_weights [T, K] f32 to every worker; returns a "
-           "ticket.")
+           "Sends x [T, H] f32, topk_ids [T, K] i32, topk_weights [T, K] f32 to every worker that is not "
+           "lost; "
+           "returns a ticket.")
       .def("wait", &PyTransport::wait, nb::arg("ticket"), nb::arg("out").noconvert(),
            "Writes the sum of the workers' replies into out [T, H] f32.")
+      .def("wait_some", &PyTransport::wait_some, nb::arg("ticket"), nb::arg("ms"),
+           "Waits for a step at most this long; the workers that have not answered it by then.")
+      .def(
+          "drop",
+          [](PyTransport& self, size_t worker, const std::string& reason) {
+            self.native().drop(worker, reason);
+          },
+          nb::arg("worker"), nb::arg("reason"), nb::call_guard<nb::gil_scoped_release>(),
+          "Closes the connection of a worker that is known to be lost.")
+      .def(
+          "lost", [](PyTransport& self) { return self.native().lost(); },
+          nb::call_guard<nb::gil_scoped_release>(), "The workers that are lost, ascending.")
+      .def(
+          "replace",
+          [](PyTransport& self, size_t worker, int socket) { self.native().replace(worker, socket); },
+          nb::arg("worker"), nb::arg("socket"), nb::call_guard<nb::gil_scoped_release>(),
+          "Gives a worker's place to another connection, and sends it what is in flight.")
+      .def(
+          "give_up", [](PyTransport& self) { self.native().give_up(); },
+          nb::call_guard<nb::gil_scoped_release>(), "Gives every step in flight up.")
       .def(
           "ticket_tokens",
           [](PyTransport& self, uint64_t ticket) { return self.native().ticket_tokens(ticket); },

@@ -3,10 +3,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include "transport/transport.h"
 #include "wire/frame.h"
+#include "wire/socket_io.h"
 
 namespace duck {
 
@@ -19,6 +23,9 @@ struct Transport::Step {
   uint32_t layer = 0;
   uint16_t lane = 0;
   uint32_t num_tokens = 0;
+  std::vector<uint8_t> request;            // the whole frame, kept until every worker has answered it
+  size_t request_bytes = 0;                // of it; the vector may be larger
+  wire::Deadline deadline = wire::kNever;  // of the answers, from the first wait on
   size_t missing = 0;
   std::vector<std::vector<float>> partial_sums;  // one a worker, [T, H]
   std::vector<uint8_t> arrived;                  // one a worker
@@ -26,8 +33,10 @@ struct Transport::Step {
 };
 
 struct Transport::Link {
-  int fd = -1;
-  size_t sent_bytes = 0;  // of the request being sent
+  int fd = -1;  // -1: lost
+  std::string lost_because;
+  std::deque<std::shared_ptr<Step>> unsent;  // requests to send, of which the first may be half sent
+  size_t sent_bytes = 0;                     // of the first
   // The frame being received: its head (or a whole ERROR frame), then its body.
   uint8_t head[kMaxHeadBytes] = {};
   size_t head_bytes = 0;

@@ -22,10 +22,10 @@ std::string expected_got(const std::string& field, uint64_t got, uint64_t expect
 }  // namespace
 
 // Takes what has come from a worker, without waiting: all of it, or as far as its reply to `until`, so that a
-// worker that answers and then leaves has answered.
-void Transport::receive_from(size_t worker, uint32_t layer, const Step* until) {
+// worker that answers and then leaves has answered. Whatever goes wrong loses the worker.
+void Transport::receive_from(size_t worker, const Step* until) {
   Link& link = *links_[worker];
-  for (;;) {
+  while (link.fd >= 0) {
     uint8_t* out = link.head + link.head_bytes;
     size_t bytes = link.head_wanted_bytes - link.head_bytes;
     if (link.in_body) {
@@ -35,9 +35,9 @@ void Transport::receive_from(size_t worker, uint32_t layer, const Step* until) {
     }
     const IoResult result = wire::receive_some(link.fd, out, bytes);
     if (result.state == IoState::kWouldWait) return;
-    if (result.state == IoState::kEnded) fail(worker, layer, "it closed the connection");
+    if (result.state == IoState::kEnded) return lose(worker, "it closed the connection");
     if (result.state == IoState::kFailed) {
-      fail(worker, layer, "the connection failed: " + wire::error_text(result.error));
+      return lose(worker, "the connection failed: " + wire::error_text(result.error));
     }
     (link.in_body ? link.body_got_bytes : link.head_bytes) += result.bytes;
     std::string reason;
@@ -49,7 +49,7 @@ void Transport::receive_from(size_t worker, uint32_t layer, const Step* until) {
     } catch (const std::runtime_error& error) {
       reason = error.what();
     }
-    if (!reason.empty()) fail(worker, layer, reason);
+    if (!reason.empty()) return lose(worker, reason);
     if (until != nullptr && until->arrived[worker]) return;
   }
 }
@@ -94,7 +94,7 @@ void Transport::begin_body(size_t worker) {
     throw WireError(wire::ErrorCode::kProtocol, "reply sequence: got " + std::to_string(link.sequence) +
                                                     ", expected at most " + std::to_string(last_sequence_));
   }
-  Step* step = find(link.sequence);
+  Step* step = find(link.sequence).get();
   if (step != nullptr && step->arrived[worker]) step = nullptr;  // a duplicate
   link.in_body = true;
   link.step = step;

@@ -60,10 +60,10 @@ Transport::~Transport() { close(); }
 uint64_t Transport::submit(uint32_t layer, uint16_t lane, uint32_t num_tokens, uint32_t top_k, const float* x,
                            const int32_t* topk_ids, const float* topk_weights) {
   const std::lock_guard lock(mutex_);
-  check_open(layer);
+  check_open();
   check_range("step tokens", num_tokens, config_.max_step_tokens);
   check_range("step top_k", top_k, config_.top_k);
-  Step& step = new_step(layer, lane, num_tokens);
+  const std::shared_ptr<Step> step = new_step(layer, lane, num_tokens);
 
   StepRequestHeader header;
   header.layer = layer;
@@ -75,96 +75,72 @@ uint64_t Transport::submit(uint32_t layer, uint16_t lane, uint32_t num_tokens, u
   const uint64_t payload_bytes = wire::step_request_bytes(header, config_.hidden_size);
   const size_t list_bytes = size_t{num_tokens} * top_k * 4;
   const size_t values = size_t{num_tokens} * config_.hidden_size;
-  const bool is_bf16 = config_.x_type == ActivationType::kBf16;
-  const size_t encoded_bytes = kStepHeadBytes + 2 * list_bytes + (is_bf16 ? 2 * values : 0);
-  if (request_.size() < encoded_bytes) request_.resize(encoded_bytes);
+  step->request_bytes = kFrameHeaderBytes + payload_bytes;
+  if (step->request.size() < step->request_bytes) step->request.resize(step->request_bytes);
 
-  uint8_t* out = request_.data();
-  wire::encode_frame_header({FrameType::kStepRequest, static_cast<uint32_t>(payload_bytes), step.sequence},
+  uint8_t* out = step->request.data();
+  wire::encode_frame_header({FrameType::kStepRequest, static_cast<uint32_t>(payload_bytes), step->sequence},
                             out);
   wire::encode_step_request_header(header, out + kFrameHeaderBytes);
   std::memcpy(out + kStepHeadBytes, topk_ids, list_bytes);
   std::memcpy(out + kStepHeadBytes + list_bytes, topk_weights, list_bytes);
-  wire::TwoParts message{out, encoded_bytes, nullptr, 0};
-  if (is_bf16) {
+  if (config_.x_type == ActivationType::kBf16) {
     wire::encode_bf16(x, values, out + kStepHeadBytes + 2 * list_bytes);
   } else {
-    message.second = reinterpret_cast<const uint8_t*>(x);  // f32 leaves from where it lies
-    message.second_bytes = 4 * values;
+    std::memcpy(out + kStepHeadBytes + 2 * list_bytes, x, 4 * values);
   }
-  send_to_all(message, layer);
-  return step.sequence;
+  for (auto& link : links_) {
+    if (link->fd >= 0) link->unsent.push_back(step);
+  }
+  send_until(wire::deadline_after_ms(config_.submit_timeout_ms));
+  return step->sequence;
 }
 
-void Transport::send_to_all(const wire::TwoParts& message, uint32_t layer) {
-  const size_t total_bytes = message.total_bytes();
-  size_t unsent = links_.size();
-  const auto send_to = [&](size_t worker) {
-    Link& link = *links_[worker];
-    while (link.sent_bytes < total_bytes) {
-      const IoResult result = wire::send_some(link.fd, message, link.sent_bytes);
-      if (result.state == IoState::kWouldWait) return;
-      if (result.state == IoState::kFailed) fail_to_send(worker, layer, result.error);
-      link.sent_bytes += result.bytes;
-    }
-    --unsent;
-  };
-  for (auto& link : links_) link->sent_bytes = 0;
-  for (size_t worker = 0; worker < links_.size(); ++worker) send_to(worker);
-  if (unsent == 0) return;
-
-  // Some buffers are full. A worker may itself be waiting for us to take a reply, so both directions are
-  // served.
-  const Deadline deadline = wire::deadline_after_ms(config_.step_timeout_ms);
+// Sends what is unsent until the deadline. Where buffers are full, a worker may itself be waiting for us to
+// take a reply, so both directions are served.
+void Transport::send_until(Deadline until) {
   std::vector<pollfd> entries(links_.size());
-  while (unsent > 0) {
-    size_t late = links_.size();
-    for (size_t worker = links_.size(); worker-- > 0;) {
-      const bool pending = links_[worker]->sent_bytes < total_bytes;
-      entries[worker] = {pending ? links_[worker]->fd : -1, POLLIN | POLLOUT, 0};
-      if (pending) late = worker;
+  for (;;) {
+    size_t unsent = 0;
+    for (size_t worker = 0; worker < links_.size(); ++worker) {
+      send_to(worker);
+      const Link& link = *links_[worker];
+      const bool pending = !link.unsent.empty();
+      entries[worker] = {pending ? link.fd : -1, POLLIN | POLLOUT, 0};
+      unsent += pending;
     }
-    const int ready = ::poll(entries.data(), entries.size(), wire::poll_timeout_ms(deadline));
-    if (ready <= 0 && Clock::now() >= deadline) {
-      fail(late, layer, "it did not take a step within " + std::to_string(config_.step_timeout_ms) + " ms");
+    if (unsent == 0 || Clock::now() >= until) return;
+    if (::poll(entries.data(), entries.size(), wire::poll_timeout_ms(until)) <= 0) continue;
+    for (size_t worker = 0; worker < links_.size(); ++worker) {
+      if (entries[worker].fd >= 0 && entries[worker].revents & ~POLLOUT) receive_from(worker, nullptr);
     }
-    for (size_t worker = 0; ready > 0 && worker < links_.size(); ++worker) {
-      if (entries[worker].fd < 0) continue;
-      if (entries[worker].revents & ~POLLOUT) receive_from(worker, layer, nullptr);
-      if (entries[worker].revents & POLLOUT) send_to(worker);
+  }
+}
+
+// Sends a worker as much as it takes without waiting.
+void Transport::send_to(size_t worker) {
+  Link& link = *links_[worker];
+  while (!link.unsent.empty()) {
+    const Step& step = *link.unsent.front();
+    const IoResult result =
+        wire::send_some(link.fd, {step.request.data(), step.request_bytes, nullptr, 0}, link.sent_bytes);
+    if (result.state == IoState::kWouldWait) return;
+    if (result.state == IoState::kFailed) {
+      // A worker that refuses a step says why before it closes, and the send fails before that is read.
+      receive_from(worker, nullptr);
+      return lose(worker, "the connection failed: " + wire::error_text(result.error));
     }
+    link.sent_bytes += result.bytes;
+    if (link.sent_bytes < step.request_bytes) continue;
+    link.unsent.pop_front();
+    link.sent_bytes = 0;
   }
 }
 
 bool Transport::wait(uint64_t ticket, float* sum, const std::function<bool()>& interrupted) {
   const std::lock_guard lock(mutex_);
-  Step* step = find(ticket);
-  check_open(step != nullptr ? std::optional(step->layer) : std::nullopt);
-  if (step == nullptr) {
-    throw std::invalid_argument("ticket: got " + std::to_string(ticket) + ", expected one that is in flight");
-  }
-  const Deadline deadline = wire::deadline_after_ms(config_.step_timeout_ms);
-  const Deadline spin_until = Clock::now() + std::chrono::microseconds(config_.spin_us);
-  std::vector<pollfd> entries(links_.size());
-  for (;;) {
-    size_t late = links_.size();
-    for (size_t worker = links_.size(); worker-- > 0;) {
-      if (!step->arrived[worker]) receive_from(worker, step->layer, step);
-      entries[worker] = {step->arrived[worker] ? -1 : links_[worker]->fd, POLLIN, 0};
-      if (!step->arrived[worker]) late = worker;
-    }
-    if (step->missing == 0) break;
-    const Deadline now = Clock::now();
-    if (now >= deadline) {
-      fail(late, step->layer, "no answer within " + std::to_string(config_.step_timeout_ms) + " ms");
-    }
-    if (now < spin_until) continue;
-    const int ready = ::poll(entries.data(), entries.size(), wire::poll_timeout_ms(deadline));
-    if (ready < 0 && errno == EINTR && interrupted && interrupted()) {
-      forget(ticket);
-      return false;
-    }
-  }
+  const std::shared_ptr<Step> step = find_or_throw(ticket);
+  if (wait_until(*step, wire::kNever, interrupted) == Waited::kInterrupted) return false;
 
   const size_t values = size_t{step->num_tokens} * config_.hidden_size;
   std::memcpy(sum, step->partial_sums[0].data(), 4 * values);
@@ -177,11 +153,65 @@ bool Transport::wait(uint64_t ticket, float* sum, const std::function<bool()>& i
   return true;
 }
 
-Transport::Step& Transport::new_step(uint32_t layer, uint16_t lane, uint32_t num_tokens) {
+bool Transport::wait_some(uint64_t ticket, int64_t ms, std::vector<size_t>& late,
+                          const std::function<bool()>& interrupted) {
+  const std::lock_guard lock(mutex_);
+  const std::shared_ptr<Step> step = find_or_throw(ticket);
+  const Waited waited = wait_until(*step, wire::deadline_after_ms(ms), interrupted);
+  late.clear();
+  for (size_t worker = 0; worker < links_.size(); ++worker) {
+    if (!step->arrived[worker]) late.push_back(worker);
+  }
+  return waited != Waited::kInterrupted;
+}
+
+Transport::Waited Transport::wait_until(Step& step, Deadline until,
+                                        const std::function<bool()>& interrupted) {
+  if (step.deadline == wire::kNever) step.deadline = wire::deadline_after_ms(config_.step_timeout_ms);
+  const Deadline spin_until = Clock::now() + std::chrono::microseconds(config_.spin_us);
+  std::vector<pollfd> entries(links_.size());
+  for (;;) {
+    size_t late = links_.size();
+    size_t lost = links_.size();
+    for (size_t worker = links_.size(); worker-- > 0;) {
+      const Link& link = *links_[worker];
+      if (!step.arrived[worker]) {
+        receive_from(worker, &step);
+      } else if (entries[worker].revents & ~POLLOUT) {
+        receive_from(worker, nullptr);
+      }
+      send_to(worker);
+      const bool unsent = !link.unsent.empty();
+      const bool missing = !step.arrived[worker];
+      entries[worker] = {missing || unsent ? link.fd : -1,
+                         static_cast<short>(unsent ? POLLIN | POLLOUT : POLLIN), 0};
+      if (missing) (link.fd >= 0 ? late : lost) = worker;
+    }
+    if (step.missing == 0) return Waited::kComplete;
+    if (lost < links_.size()) throw TransportError(lost, step.layer, links_[lost]->lost_because);
+    const Deadline now = Clock::now();
+    if (now >= step.deadline) {
+      lose(late, "no answer within " + std::to_string(config_.step_timeout_ms) + " ms");
+      continue;
+    }
+    if (now >= until) return Waited::kTimedOut;
+    if (now < spin_until) continue;
+    const int timeout_ms = wire::poll_timeout_ms(std::min(until, step.deadline));
+    const int ready = ::poll(entries.data(), entries.size(), timeout_ms);
+    if (ready < 0) {
+      for (pollfd& entry : entries) entry.revents = 0;
+      if (errno != EINTR || !interrupted || !interrupted()) continue;
+      forget(step.sequence);
+      return Waited::kInterrupted;
+    }
+  }
+}
+
+std::shared_ptr<Transport::Step> Transport::new_step(uint32_t layer, uint16_t lane, uint32_t num_tokens) {
   if (in_flight_.size() == kMaxTickets) forget(in_flight_.front()->sequence);
-  std::unique_ptr<Step> step;
+  std::shared_ptr<Step> step;
   if (spare_.empty()) {
-    step = std::make_unique<Step>();
+    step = std::make_shared<Step>();
     step->partial_sums.resize(links_.size());
   } else {
     step = std::move(spare_.back());
@@ -191,6 +221,7 @@ Transport::Step& Transport::new_step(uint32_t layer, uint16_t lane, uint32_t num
   step->layer = layer;
   step->lane = lane;
   step->num_tokens = num_tokens;
+  step->deadline = wire::kNever;
   step->missing = links_.size();
   step->arrived.assign(links_.size(), 0);
   step->compute_us.assign(links_.size(), 0);
@@ -198,37 +229,52 @@ Transport::Step& Transport::new_step(uint32_t layer, uint16_t lane, uint32_t num
   for (std::vector<float>& partial : step->partial_sums) {
     if (partial.size() < values) partial.resize(values);
   }
-  in_flight_.push_back(std::move(step));
-  return *in_flight_.back();
+  in_flight_.push_back(step);
+  return step;
 }
 
-Transport::Step* Transport::find(uint64_t ticket) const {
+std::shared_ptr<Transport::Step> Transport::find(uint64_t ticket) const {
   for (const auto& step : in_flight_) {
-    if (step->sequence == ticket) return step.get();
+    if (step->sequence == ticket) return step;
   }
   return nullptr;
+}
+
+std::shared_ptr<Transport::Step> Transport::find_or_throw(uint64_t ticket) const {
+  check_open();
+  std::shared_ptr<Step> step = find(ticket);
+  if (step == nullptr) {
+    throw std::invalid_argument("ticket: got " + std::to_string(ticket) + ", expected one that is in flight");
+  }
+  return step;
 }
 
 void Transport::forget(uint64_t ticket) {
   const auto found = std::find_if(in_flight_.begin(), in_flight_.end(),
                                   [ticket](const auto& step) { return step->sequence == ticket; });
-  for (auto& link : links_) {
-    if (link->step != found->get()) continue;
-    link->step = nullptr;  // the rest of that reply is dropped
-    link->scratch.resize(std::max(link->scratch.size(), kDropChunkBytes));
-  }
-  spare_.push_back(std::move(*found));
+  const std::shared_ptr<Step> step = std::move(*found);
   in_flight_.erase(found);
+  bool half_sent = false;
+  for (auto& link : links_) {
+    if (link->step == step.get()) {
+      link->step = nullptr;  // the rest of that reply is dropped
+      link->scratch.resize(std::max(link->scratch.size(), kDropChunkBytes));
+    }
+    const auto begin = link->unsent.begin() + (link->sent_bytes > 0 ? 1 : 0);
+    half_sent |= link->sent_bytes > 0 && link->unsent.front() == step;  // a frame that is begun must end
+    link->unsent.erase(std::remove(begin, link->unsent.end(), step), link->unsent.end());
+  }
+  if (!half_sent) spare_.push_back(step);
+}
+
+void Transport::give_up() {
+  const std::lock_guard lock(mutex_);
+  while (!in_flight_.empty()) forget(in_flight_.back()->sequence);
 }
 
 uint32_t Transport::ticket_tokens(uint64_t ticket) const {
   const std::lock_guard lock(mutex_);
-  const Step* step = find(ticket);
-  check_open(step != nullptr ? std::optional(step->layer) : std::nullopt);
-  if (step == nullptr) {
-    throw std::invalid_argument("ticket: got " + std::to_string(ticket) + ", expected one that is in flight");
-  }
-  return step->num_tokens;
+  return find_or_throw(ticket)->num_tokens;
 }
 
 std::vector<uint32_t> Transport::last_compute_us() const {
@@ -236,25 +282,53 @@ std::vector<uint32_t> Transport::last_compute_us() const {
   return last_compute_us_;
 }
 
-// A worker that refuses a step says why before it closes, and the send fails before that is read: read it
-// first.
-void Transport::fail_to_send(size_t worker, uint32_t layer, int error) {
-  receive_from(worker, layer, nullptr);
-  fail(worker, layer, "the connection failed: " + wire::error_text(error));
+void Transport::drop(size_t worker, const std::string& reason) {
+  const std::lock_guard lock(mutex_);
+  if (worker < links_.size()) lose(worker, reason);
 }
 
-void Transport::fail(size_t worker, uint32_t layer, const std::string& reason) {
-  closed_because_ = reason;
-  lost_worker_ = worker;
-  close_sockets();
-  throw TransportError(worker, layer, reason);
+std::vector<size_t> Transport::lost() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<size_t> lost;
+  for (size_t worker = 0; worker < links_.size(); ++worker) {
+    if (links_[worker]->fd < 0) lost.push_back(worker);
+  }
+  return lost;
 }
 
-void Transport::check_open(std::optional<uint32_t> layer) const {
-  if (!closed_) return;
-  const std::string why = closed_because_.empty() ? "the transport is closed"
-                                                  : "the transport is closed since: " + closed_because_;
-  throw TransportError(lost_worker_, layer, why);
+void Transport::replace(size_t worker, int socket) {
+  const std::lock_guard lock(mutex_);
+  if (closed_ || worker >= links_.size()) {
+    ::close(socket);
+    check_open();
+    throw std::invalid_argument("worker: got " + std::to_string(worker) + ", expected one below " +
+                                std::to_string(links_.size()));
+  }
+  receive_from(worker, nullptr);
+  lose(worker, "another took its place");
+  Link& link = *links_[worker];
+  link.fd = socket;
+  wire::set_connection_options(socket);
+  for (const auto& step : in_flight_) {
+    step->deadline = wire::kNever;
+    if (!step->arrived[worker]) link.unsent.push_back(step);
+  }
+  send_to(worker);
+}
+
+void Transport::lose(size_t worker, const std::string& reason) {
+  Link& link = *links_[worker];
+  if (link.fd < 0) return;
+  ::close(link.fd);
+  link.fd = -1;
+  link.lost_because = reason;
+  link.unsent.clear();
+  link.sent_bytes = 0;
+  link.next_frame();
+}
+
+void Transport::check_open() const {
+  if (closed_) throw TransportError(0, std::nullopt, "the transport is closed");
 }
 
 void Transport::close() {
@@ -262,16 +336,16 @@ void Transport::close() {
   if (closed_) return;
   uint8_t frame[kFrameHeaderBytes];
   wire::encode_frame_header({FrameType::kClose, 0, last_sequence_}, frame);
-  for (auto& link : links_) wire::send_some(link->fd, {frame, sizeof(frame), nullptr, 0}, 0);
+  for (auto& link : links_) {
+    if (link->fd >= 0 && link->sent_bytes == 0) {
+      wire::send_some(link->fd, {frame, sizeof(frame), nullptr, 0}, 0);
+    }
+  }
   close_sockets();
 }
 
 void Transport::close_sockets() {
-  for (auto& link : links_) {
-    if (link->fd >= 0) ::close(link->fd);
-    link->fd = -1;
-    link->next_frame();
-  }
+  for (size_t worker = 0; worker < links_.size(); ++worker) lose(worker, "the transport is closed");
   in_flight_.clear();
   closed_ = true;
 }

@@ -4,6 +4,9 @@
 //
 // Several steps may be in flight. Nothing here can deadlock on full socket buffers: while a request is still
 // being sent, replies of earlier steps are received.
+//
+// A worker that is lost takes its connection with it and nothing else: steps stay in flight with what the
+// others have answered, and replace() sends them to whoever takes its place.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +25,7 @@
 
 namespace duck {
 
-// A worker is gone, late, or sent something else than its reply. The transport is closed by then.
+// A worker is gone, late, or sent something else than its reply; or the transport is closed.
 class TransportError : public std::runtime_error {
  public:
   TransportError(size_t worker, std::optional<uint32_t> layer, const std::string& reason)
@@ -42,7 +45,8 @@ struct TransportConfig {
   ActivationType x_type = ActivationType::kF32;      // of x on the wire
   ActivationType reply_type = ActivationType::kF32;  // of the partial sums on the wire
   int64_t step_timeout_ms = 30'000;
-  int spin_us = 0;  // how long wait() reads without sleeping
+  int64_t submit_timeout_ms = 500;  // how long submit() waits for full buffers; wait() sends the rest
+  int spin_us = 0;                  // how long wait() reads without sleeping
 };
 
 class Transport {
@@ -56,17 +60,37 @@ class Transport {
   Transport(const Transport&) = delete;
   Transport& operator=(const Transport&) = delete;
 
-  // Sends one step to every worker and returns its ticket once the last byte is handed over. x is [T, H] f32.
-  // Throws std::invalid_argument for T or top_k out of range, TransportError when a worker is lost.
+  // Sends one step to every worker that is not lost and returns its ticket. x is [T, H] f32; nothing of it is
+  // needed any more then. Throws std::invalid_argument for T or top_k out of range, TransportError when
+  // closed.
   uint64_t submit(uint32_t layer, uint16_t lane, uint32_t num_tokens, uint32_t top_k, const float* x,
                   const int32_t* topk_ids, const float* topk_weights);
 
-  // Waits for every worker's reply to that step, at most step_timeout_ms from now, and writes the sum
-  // ((y_0 + y_1) + y_2) + ... [T, H] f32. Tickets may be waited for in any order, each once.
+  // Waits for every worker's reply to that step, at most step_timeout_ms from the first wait for it, and
+  // writes the sum ((y_0 + y_1) + y_2) + ... [T, H] f32. Tickets may be waited for in any order, each once.
   // A signal that arrives meanwhile has `interrupted` asked, if there is one: true gives the step up (its
   // replies are dropped when they come) and returns false.
-  // Throws std::invalid_argument for a ticket that is not in flight, TransportError when a worker is lost.
+  // Throws std::invalid_argument for a ticket that is not in flight, and TransportError when a worker is lost
+  // that has not answered: the step stays in flight, to be waited for again after replace().
   bool wait(uint64_t ticket, float* sum, const std::function<bool()>& interrupted = nullptr);
+
+  // As wait(), without the sum and for `ms` at most; `late` tells who has not answered by then.
+  bool wait_some(uint64_t ticket, int64_t ms, std::vector<size_t>& late,
+                 const std::function<bool()>& interrupted = nullptr);
+
+  // Closes the connection of a worker that is known to be lost. Does nothing if it is lost already.
+  void drop(size_t worker, const std::string& reason);
+
+  // The workers that are lost, ascending.
+  std::vector<size_t> lost() const;
+
+  // Gives a worker's place to another connection, takes the socket over, and sends it what is in flight and
+  // not answered; these steps' time-outs begin anew. What the old connection had answered by now is used,
+  // what comes later never arrives.
+  void replace(size_t worker, int socket);
+
+  // Gives every step in flight up.
+  void give_up();
 
   // Tokens of a ticket in flight; throws std::invalid_argument for any other.
   uint32_t ticket_tokens(uint64_t ticket) const;
@@ -84,30 +108,31 @@ class Transport {
   struct Step;  // one ticket: partial sums as they come in
   struct Link;  // one worker's socket and the reply that is being received from it
 
-  Step* find(uint64_t ticket) const;
+  enum class Waited : uint8_t { kComplete, kInterrupted, kTimedOut };
+
+  std::shared_ptr<Step> find(uint64_t ticket) const;
+  std::shared_ptr<Step> find_or_throw(uint64_t ticket) const;
   void forget(uint64_t ticket);
-  Step& new_step(uint32_t layer, uint16_t lane, uint32_t num_tokens);
-  void send_to_all(const wire::TwoParts& message, uint32_t layer);
-  void receive_from(size_t worker, uint32_t layer, const Step* until);
+  std::shared_ptr<Step> new_step(uint32_t layer, uint16_t lane, uint32_t num_tokens);
+  Waited wait_until(Step& step, wire::Deadline until, const std::function<bool()>& interrupted);
+  void send_until(wire::Deadline until);
+  void send_to(size_t worker);
+  void receive_from(size_t worker, const Step* until);
   bool advance(size_t worker);
   void begin_body(size_t worker);
   void finish_body(Link& link, size_t worker);
-  [[noreturn]] void fail(size_t worker, uint32_t layer, const std::string& reason);
-  [[noreturn]] void fail_to_send(size_t worker, uint32_t layer, int error);
-  void check_open(std::optional<uint32_t> layer) const;
+  void lose(size_t worker, const std::string& reason);
+  void check_open() const;
   void close_sockets();
 
   mutable std::mutex mutex_;  // one call at a time
   const TransportConfig config_;
   std::vector<std::unique_ptr<Link>> links_;
-  std::vector<std::unique_ptr<Step>> in_flight_;  // oldest first
-  std::vector<std::unique_ptr<Step>> spare_;
-  std::vector<uint8_t> request_;  // what is encoded: headers, ids, weights, and x where it is bf16
+  std::vector<std::shared_ptr<Step>> in_flight_;  // oldest first
+  std::vector<std::shared_ptr<Step>> spare_;
   std::vector<uint32_t> last_compute_us_;
   uint64_t last_sequence_ = 0;
   bool closed_ = false;
-  std::string closed_because_;
-  size_t lost_worker_ = 0;
 };
 
 }  // namespace duck

@@ -51,8 +51,8 @@ bool wait_for(int fd, Direction direction, Deadline deadline);
 // For poll(): -1 for kNever, else rounded up so that a wait never ends early.
 int poll_timeout_ms(Deadline deadline);
 
-// Small frames leave at once, and a peer whose machine is gone is noticed: keepalive after 30 s of silence,
-// three probes 10 s apart; data unacknowledged for 60 s ends the connection. Errors are ignored: a
+// Small frames leave at once, and a peer whose machine is gone is noticed: keepalive after 5 s of silence,
+// five probes 1 s apart; data unacknowledged for 60 s ends the connection. Errors are ignored: a
 // descriptor that is no TCP socket (a socketpair) has nothing to set.
 void set_connection_options(int fd);
 

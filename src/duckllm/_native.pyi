@@ -679,6 +679,7 @@ class Transport:
         x_bf16: bool = False,
         reply_bf16: bool = False,
         step_timeout_ms: int = 30000,
+        submit_timeout_ms: int = 500,
         spin_us: int = 0,
     ) -> None: ...
     def submit(
@@ -696,7 +697,7 @@ class Transport:
         lane: int = 0,
     ) -> int:
         """
-        Sends x [T, H] f32, topk_ids [T, K] i32, topk_weights [T, K] f32 to every worker; returns a ticket.
+        Sends x [T, H] f32, topk_ids [T, K] i32, topk_weights [T, K] f32 to every worker that is not lost; returns a ticket.
         """
 
     def wait(
@@ -705,6 +706,25 @@ class Transport:
         out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu")],
     ) -> None:
         """Writes the sum of the workers' replies into out [T, H] f32."""
+
+    def wait_some(self, ticket: int, ms: int) -> list[int]:
+        """
+        Waits for a step at most this long; the workers that have not answered it by then.
+        """
+
+    def drop(self, worker: int, reason: str) -> None:
+        """Closes the connection of a worker that is known to be lost."""
+
+    def lost(self) -> list[int]:
+        """The workers that are lost, ascending."""
+
+    def replace(self, worker: int, socket: int) -> None:
+        """
+        Gives a worker's place to another connection, and sends it what is in flight.
+        """
+
+    def give_up(self) -> None:
+        """Gives every step in flight up."""
 
     def ticket_tokens(self, ticket: int) -> int:
         """T of a step in flight."""

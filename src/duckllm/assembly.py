@@ -7,6 +7,7 @@ without torch; while they prepare, the host's half is imported, and torch with i
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +98,7 @@ def begin_workers(
     # Before the processes start, as it refuses more workers than there are stripes.
     plans = plan_workers(
         model.manifest,
-        len(config.addresses) or config.workers,
+        config.num_workers,
         max_step_tokens=config.max_step_tokens,
         wire_dtype=config.wire_dtype,
         reply_dtype=config.reply_dtype,
@@ -121,8 +122,8 @@ def build_engine(
     max_num_seqs: int,
     host_threads: int,
     tokenizer: Tokenizer,
-) -> tuple[Engine, ClusterInfo, HostMemory]:
-    """The engine with the host's model, loaded, what computes the experts, and what memory goes to.
+) -> tuple[Engine, Callable[[], ClusterInfo], HostMemory]:
+    """The engine with the host's model, loaded, what tells who computes the experts, and what memory goes to.
 
     Args:
         stack: Closes the connections to the workers.
@@ -200,7 +201,7 @@ def build_engine(
         lanes=lanes,
         tiers=TierSettings(
             model.manifest.model_hash,
-            _arithmetic(config, step_config, info),
+            _arithmetic(config, step_config, info()),
             cache_limits.memory_bytes,
             cache_limits.disk_dir,
             DEFAULT_DISK_BYTES if cache_limits.disk_bytes is None else cache_limits.disk_bytes,
@@ -232,7 +233,9 @@ def _host_threads(tensors: HostTensors, shares_cores: bool) -> int:
     return max(1, available_cores() // 2 if shares_cores else available_cores())
 
 
-def _experts_here(model: ModelFolder, config: ClusterConfig) -> tuple[ExpertExecutor, ClusterInfo]:
+def _experts_here(
+    model: ModelFolder, config: ClusterConfig
+) -> tuple[ExpertExecutor, Callable[[], ClusterInfo]]:
     from duckllm.moe.local import LocalExperts
 
     experts = LocalExperts(
@@ -242,13 +245,15 @@ def _experts_here(model: ModelFolder, config: ClusterConfig) -> tuple[ExpertExec
         weight_format=config.weight_format,
         prefill=config.prefill,
     )
-    return experts, ClusterInfo(0, experts.weight_format, (experts.isa,))
+    info = ClusterInfo(0, experts.weight_format, (experts.isa,))
+    return experts, lambda: info
 
 
 def _experts_on_workers(
     stack: ExitStack, model: ModelFolder, cluster: Cluster, config: ClusterConfig
-) -> tuple[ExpertExecutor, ClusterInfo]:
+) -> tuple[ExpertExecutor, Callable[[], ClusterInfo]]:
     from duckllm.moe.dispatch import RemoteExperts
+    from duckllm.transport.flock import Flock
 
     manifest = model.manifest
     transport = stack.enter_context(
@@ -260,15 +265,20 @@ def _experts_on_workers(
             wire_dtype=config.wire_dtype,
             reply_dtype=config.reply_dtype,
             step_timeout_s=config.step_timeout_s,
+            submit_timeout_s=config.worker_silence_s,
             spin_us=max(0, config.spin_us),
         )
     )
+    flock = Flock(transport, cluster, config.worker_silence_s, config.worker_timeout_s)
+    return RemoteExperts(flock), lambda: _describe_workers(cluster)
+
+
+def _describe_workers(cluster: Cluster) -> ClusterInfo:
     workers = cluster.workers
-    info = ClusterInfo(
+    return ClusterInfo(
         len(workers),
         "+".join(sorted({worker.weight_format for worker in workers})),
         tuple(worker.isa for worker in workers),
         tuple(worker.address for worker in workers),
         tuple(worker.pid for worker in workers),
     )
-    return RemoteExperts(transport), info

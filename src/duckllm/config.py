@@ -47,10 +47,16 @@ class ClusterConfig:
         max_step_tokens: Most tokens in one step.
         share_folder: Whether workers may open the host's model folder by its path, where they find it; else
             they use their own, their node's cache, or what the host sends them.
+        spares: Workers that wait to take a lost one's place: so many more are started here, or the last of
+            ``addresses``.
         connect_timeout_s: Limit for connecting and for each message before the first step, seconds.
         prepare_timeout_s: Limit for a worker to map and verify its weights, seconds; taking what it is sent
             is a sign of life.
-        step_timeout_s: Limit for one step's answer, seconds.
+        step_timeout_s: Limit for one step's answer of a worker that lives, seconds.
+        worker_silence_s: A worker that has not answered a step for so long is asked whether it lives; one
+            that does not say so for as long again is lost, seconds.
+        worker_timeout_s: How long a request waits for a lost worker to come back, or for another in its
+            place, before it fails, seconds.
         cluster_token: Shared secret; None where every worker is on loopback and has none.
     """
 
@@ -64,9 +70,12 @@ class ClusterConfig:
     prefill: str = "f32"
     max_step_tokens: int = 256
     share_folder: bool = True
+    spares: int = 0
     connect_timeout_s: float = 10.0
     prepare_timeout_s: float = 600.0
     step_timeout_s: float = 30.0
+    worker_silence_s: float = 0.5
+    worker_timeout_s: float = 30.0
     cluster_token: str | None = None
 
     def __post_init__(self) -> None:
@@ -75,6 +84,7 @@ class ClusterConfig:
             ("threads_per_worker", 0, MAX_THREADS),
             ("spin_us", -1, 1_000_000),
             ("max_step_tokens", 1, MAX_STEP_TOKENS),
+            ("spares", 0, MAX_WORKERS),
         ):
             value = getattr(self, field)
             if type(value) is not int or not least <= value <= most:
@@ -82,6 +92,8 @@ class ClusterConfig:
         addresses = self.addresses
         if type(addresses) is not tuple or not all(isinstance(each, str) and each for each in addresses):
             raise ConfigError("addresses", addresses, "a tuple of addresses, name:port")
+        if addresses and self.spares >= len(addresses):
+            raise ConfigError("spares", self.spares, f"fewer than the {len(addresses)} addresses")
         for field, known in (
             ("wire_dtype", WIRE_DTYPES),
             ("reply_dtype", WIRE_DTYPES),
@@ -91,7 +103,10 @@ class ClusterConfig:
             value = getattr(self, field)
             if not isinstance(value, str) or value not in known:
                 raise ConfigError(field, value, "one of " + ", ".join(known))
-        for field in ("connect_timeout_s", "prepare_timeout_s", "step_timeout_s"):
+        for field in (
+            *("connect_timeout_s", "prepare_timeout_s", "step_timeout_s"),
+            *("worker_silence_s", "worker_timeout_s"),
+        ):
             value = getattr(self, field)
             if type(value) not in (int, float) or not 0 < value <= MAX_TIMEOUT_S:
                 raise ConfigError(field, value, f"a number above 0, at most {MAX_TIMEOUT_S}")
@@ -101,6 +116,11 @@ class ClusterConfig:
             raise ConfigError("cluster_token", type(self.cluster_token).__name__, "text, or None")
         if self.cluster_token is not None and not is_utf8(self.cluster_token):
             raise ConfigError("cluster_token", InWords("text that UTF-8 cannot hold"), "valid text")
+
+    @property
+    def num_workers(self) -> int:
+        """W, spares aside."""
+        return len(self.addresses) - self.spares if self.addresses else self.workers
 
 
 @dataclass(frozen=True)

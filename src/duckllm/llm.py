@@ -104,6 +104,8 @@ class LLM:
         cluster_config = _cluster_config(workers, cluster_options)
         step_config = StepConfig(draft, draft_tokens, lanes)
         in_process = workers == 0
+        if in_process and cluster_config.spares:
+            raise ConfigError("spares", cluster_config.spares, "0 where there are no workers")
         _check_int("host_threads", host_threads, 0, MAX_THREADS)
         if not isinstance(model, str | Path | None):
             raise ConfigError("model", model, "a folder's name, a Path, or None for the demo model")
@@ -161,8 +163,8 @@ class LLM:
         self._finalizer()
 
     def cluster_info(self) -> ClusterInfo:
-        """What computes the experts."""
-        return self._cluster_info
+        """What computes the experts now: a worker that was lost may have been replaced."""
+        return self._cluster_info()
 
     def memory(self) -> HostMemory:
         """What this machine's memory goes to, as it was decided before anything was loaded."""
@@ -202,7 +204,8 @@ class LLM:
             RequestError: A prompt cannot be honoured, or the LLM is closed.
             ConfigError: The sampling names a token that the model does not have, or structured outputs that
                 cannot be kept to.
-            WorkerLostError: A worker went away, or did not answer in time.
+            WorkerLostError: A worker went away, and neither it nor another came back within
+                ``worker_timeout_s``. The next request tries again.
         """
         items = _as_list(prompts)
         params = self._params_for(items, sampling_params)
@@ -225,7 +228,8 @@ class LLM:
             RequestError: A conversation cannot be honoured, or the LLM is closed.
             ConfigError: The sampling names a token that the model does not have, or structured outputs that
                 cannot be kept to.
-            WorkerLostError: A worker went away, or did not answer in time.
+            WorkerLostError: A worker went away, and neither it nor another came back within
+                ``worker_timeout_s``. The next request tries again.
         """
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise RequestError(f"messages: got {type(messages).__name__}, expected a list of messages")
@@ -251,7 +255,8 @@ class LLM:
             RequestError: The prompt cannot be honoured, or the LLM is closed.
             ConfigError: The sampling names a token that the model does not have, or structured outputs that
                 cannot be kept to.
-            WorkerLostError: A worker went away, or did not answer in time.
+            WorkerLostError: A worker went away, and neither it nor another came back within
+                ``worker_timeout_s``. The next request tries again.
 
         Example:
             >>> for output in llm.stream("A duck is", SamplingParams(stop=".", max_tokens=50)):

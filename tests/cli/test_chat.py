@@ -98,9 +98,11 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("secret\n")
     token.chmod(0o600)
-    arguments = "/m --prompt x --workers a:1,b:2 --wire-dtype bf16 --threads-per-worker 3 --max-model-len 99"
+    arguments = (
+        "/m --prompt x --workers a:1,b:2,c:3 --wire-dtype bf16 --threads-per-worker 3 --max-model-len 99"
+    )
     arguments += " --format fp8 --prefill bf16 --draft stateless --draft-tokens 3 --lanes off"
-    arguments += " --no-share-folder"
+    arguments += " --spares 1 --no-share-folder"
     sampling = "--temperature 0.5 --top-k 4 --top-p 0.75 --min-p 0.25 --seed 6 --max-tokens 8"
     sampling += " --repetition-penalty 1.25 --stop one --stop two,three"
     done = duckllm("chat", *arguments.split(), *sampling.split(), "--token-file", str(token))
@@ -110,13 +112,14 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
         "prefill": "bf16",
         "threads_per_worker": 3,
         "share_folder": False,
+        "spares": 1,
         "cluster_token": "secret",
         **CACHE,
         "draft": "stateless",
         "draft_tokens": 3,
         "lanes": "off",
     }
-    assert done.loaded == [("/m", {"workers": ("a:1", "b:2"), **options}, 99)]
+    assert done.loaded == [("/m", {"workers": ("a:1", "b:2", "c:3"), **options}, 99)]
     assert done.model.params == [
         SamplingParams(
             temperature=0.5,
@@ -136,7 +139,7 @@ def test_what_is_not_given_is_the_models_own(duckllm: Any, monkeypatch: pytest.M
     monkeypatch.setattr(FakeModel, "default_sampling_params", SamplingParams(temperature=0.25, top_k=9))
     done = duckllm("chat", "--prompt", "x", "--max-tokens", "5")
     options = {"wire_dtype": "f32", "weight_format": "auto", "prefill": "f32"}
-    options |= {"threads_per_worker": 0, "share_folder": True, "cluster_token": None, **CACHE}
+    options |= {"threads_per_worker": 0, "share_folder": True, "spares": 0, "cluster_token": None, **CACHE}
     options |= {"draft": "auto", "draft_tokens": 1, "lanes": "auto"}
     assert done.loaded == [(None, {"workers": 2, **options}, None)]
     assert done.model.params == [SamplingParams(temperature=0.25, top_k=9, max_tokens=5)]

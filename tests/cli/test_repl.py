@@ -11,6 +11,7 @@ from fake_model import FakeModel
 from duckllm.cli.common import describe_stats
 from duckllm.cli.repl import HELP, Repl
 from duckllm.engine.stats import EngineStats
+from duckllm.errors import ClusterError
 from duckllm.sampling_params import SamplingParams
 
 SYSTEM = "be brief"
@@ -157,15 +158,28 @@ def test_a_reply_cut_at_its_limit_says_so() -> None:
 
 
 @pytest.mark.parametrize(("heard", "shown"), [("lose", ""), ("lose later", "some words\n")])
-def test_a_lost_worker_ends_the_conversation(
-    capsys: pytest.CaptureFixture[str], heard: str, shown: str
-) -> None:
+def test_a_lost_worker_ends_a_reply_and_the_next_one_may_come(heard: str, shown: str) -> None:
     out, model = io.StringIO(), FakeModel()
-    assert Repl(model, SamplingParams(), None, out, script(heard, "more")).run() == 1
-    assert len(model.conversations) == 1
-    assert out.getvalue().split("Ctrl-D leaves.\n")[1] == shown
+    assert Repl(model, SamplingParams(), None, out, script(heard, "more")).run() == 0
+    assert len(model.conversations) == 2
+    assert (
+        out.getvalue()
+        .split("Ctrl-D leaves.\n")[1]
+        .startswith(shown + "[worker 127.0.0.1:1 is lost at layer 3: it went away]\n")
+    )
+
+
+def test_an_error_of_the_cluster_ends_the_conversation(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ClusterError("transport: got a step, expected none")
+
+    monkeypatch.setattr(FakeModel, "stream", fail)
+    model = FakeModel()
+    assert Repl(model, SamplingParams(), None, io.StringIO(), script("one", "more")).run() == 1
     assert capsys.readouterr().err == (
-        "duckllm: the conversation is over, because worker 127.0.0.1:1 is lost at layer 3: it went away\n"
+        "duckllm: the conversation is over, because transport: got a step, expected none\n"
     )
 
 

@@ -262,15 +262,18 @@ def test_a_conversation_with_the_demo_model(demo_folder: Path) -> None:
         terminal.close()
 
 
-def test_a_worker_that_dies_ends_the_conversation_with_one_sentence(demo_folder: Path) -> None:
+def test_a_worker_that_dies_is_replaced_and_the_conversation_goes_on(demo_folder: Path) -> None:
     terminal = Terminal([sys.executable, "-m", "duckllm", "chat", "--workers", "2"])
     try:
         terminal.wait_for("Ctrl-D leaves")
         workers = workers_of(terminal.process.pid)
         workers[0].kill()
         terminal.send(b"Is 1001 prime?" + ENTER)
-        terminal.wait_for("\nduckllm: the conversation is over, because worker 127.0.0.1:[0-9]+ is lost")
-        assert terminal.wait_end() == 1
+        terminal.wait_for("worker 127.0.0.1:[0-9]+ is lost at layer [0-9]+: .*; waiting for it or a spare")
+        terminal.wait_for("worker 127.0.0.1:[0-9]+ goes on in place of 127.0.0.1:[0-9]+ after [0-9.]+ s")
+        terminal.wait_for("No, 1001 is not prime")
+        terminal.send(CTRL_D)
+        assert terminal.wait_end() == 0
         assert "Traceback" not in terminal.seen
         _, alive = psutil.wait_procs(workers, timeout=10)
         assert not alive

@@ -54,6 +54,7 @@ def test_kill_9_is_noticed_at_once(tmp_path: Path, model: Manifest) -> None:
         assert time.monotonic() - started < 60  # by the closed connection, not by the time-out of 120 s
         assert (caught.value.address, caught.value.layer) == (str(workers[1].address), step.layer)
         # The worker that is left takes the next host.
+        transport.close()
         (alone,) = plan_for(model)
         with open_transport([connect(workers[0].address, alone)]) as again:
             np.testing.assert_array_equal(
@@ -84,6 +85,7 @@ def test_a_stopped_worker_is_a_time_out(tmp_path: Path, model: Manifest) -> None
             assert (caught.value.address, caught.value.layer) == (str(workers[0].address), step.layer)
         finally:
             os.kill(workers[0].pid, signal.SIGCONT)
+        transport.close()
         # Once it runs again it finds the session over, and serves the next.
         plans = plan_for(model, 2)
         connections = [connect(w.address, plan) for w, plan in zip(workers, plans, strict=True)]

@@ -326,6 +326,11 @@ def test_an_llm_is_collected(demo_folder: Path) -> None:
         ({"prepare_timeout_s": 1_000_001}, "prepare_timeout_s: got 1000001, expected "),
         ({"step_timeout_s": float("nan")}, "step_timeout_s: got nan, expected "),
         ({"cluster_token": "\udcff"}, "cluster_token: got text that UTF-8 cannot hold, expected "),
+        ({"spares": -1}, "spares: got -1, expected a whole number from 0 to 1024"),
+        ({"workers": "a:1,b:2", "spares": 2}, "spares: got 2, expected fewer than the 2 addresses"),
+        ({"workers": 0, "spares": 1}, "spares: got 1, expected 0 where there are no workers"),
+        ({"worker_timeout_s": 0}, "worker_timeout_s: got 0, expected a number above 0"),
+        ({"worker_silence_s": "soon"}, "worker_silence_s: got 'soon', expected a number above 0"),
         ({"cluster_token": 5}, "cluster_token: got 'int', expected text, or None"),
     ],
 )

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from duckllm import LLM, SamplingParams
+from duckllm.cluster import local
 from duckllm.cluster.local import LocalCluster
 from duckllm.config import ClusterConfig
 from duckllm.errors import ConfigError, WorkerLostError, WorkerUnavailableError
-from worker_harness import stop_process
 
 PRIME = [{"role": "user", "content": "Is 1001 prime?"}]
 PRIME_ANSWER = "No, 1001 is not prime: 1001 = 7 x 11 x 13."
@@ -100,33 +100,32 @@ def test_a_start_that_fails_while_workers_prepare_lets_go_of_them(
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_worker_killed_in_the_middle_is_a_typed_error(demo_folder: Path, victim: int) -> None:
+def test_a_worker_that_does_not_come_back_is_a_typed_error(
+    demo_folder: Path, monkeypatch: pytest.MonkeyPatch, victim: int
+) -> None:
     before = children()
-    with LLM(demo_folder, workers=2, max_model_len=512) as llm:
+    with LLM(demo_folder, workers=2, max_model_len=512, worker_timeout_s=0.3) as llm:
         info = llm.cluster_info()
         stream = llm.stream(PRIME, LONG)
         for _ in range(5):
             next(stream)
-        os.kill(info.pids[victim], signal.SIGKILL)
-        with pytest.raises(WorkerLostError) as caught:
-            list(stream)
-        assert caught.value.address == info.addresses[victim]
-        with pytest.raises(WorkerLostError):
-            llm.chat(PRIME)
+        with monkeypatch.context() as patch:
+            patch.setattr(local, "_spawn", no_more_processes)
+            os.kill(info.pids[victim], signal.SIGKILL)
+            with pytest.raises(WorkerLostError, match="nothing took its place in time: no more") as caught:
+                list(stream)
+            assert caught.value.address == info.addresses[victim]
+            with pytest.raises(WorkerLostError):
+                llm.chat(PRIME)
+        assert llm.chat(PRIME)[0].outputs[0].text == PRIME_ANSWER
+        now = llm.cluster_info()
+        assert now.pids[1 - victim] == info.pids[1 - victim]
+        assert set(now.pids) == children() - before
     assert children() == before
 
 
-def test_a_worker_that_stops_answering_is_an_error_within_the_timeout(demo_folder: Path) -> None:
-    before = children()
-    with LLM(demo_folder, workers=2, max_model_len=512, step_timeout_s=1.0) as llm:
-        info = llm.cluster_info()
-        stream = llm.stream(PRIME, LONG)
-        next(stream)
-        stop_process(info.pids[1])
-        with pytest.raises(WorkerLostError) as caught:
-            list(stream)
-        assert caught.value.address == info.addresses[1]
-    assert children() == before
+def no_more_processes(*_: object) -> None:
+    raise WorkerUnavailableError("no more processes")
 
 
 def test_an_interrupt_in_the_middle_leaves_the_llm_usable(demo_folder: Path) -> None:

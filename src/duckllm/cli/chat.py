@@ -157,6 +157,13 @@ def chat(
             help="Whether workers may open this model's folder by its path, where they find it.",
         ),
     ] = True,
+    spares: Annotated[
+        int,
+        typer.Option(
+            help="Workers that wait to take a lost one's place: so many more are started here, or the last "
+            "of the addresses."
+        ),
+    ] = 0,
     token_file: Annotated[
         Path | None,
         typer.Option(help="File with the secret that the workers at addresses share.", readable=False),
@@ -173,7 +180,7 @@ def chat(
     overrides = {field: value for field, value in changes.items() if value is not None}
     question = _question(prompt, as_json)
     options: dict[str, Any] = {"wire_dtype": wire_dtype, "weight_format": weight_format, "prefill": prefill}
-    options |= {"threads_per_worker": threads_per_worker, "share_folder": share_folder}
+    options |= {"threads_per_worker": threads_per_worker, "share_folder": share_folder, "spares": spares}
     options = _cluster_options(workers, options, token_file)
     _check_sampling(overrides)
     _check_utf8("system", system or "")

@@ -22,7 +22,7 @@ from duckllm.cli.common import (
     describe_workers,
 )
 from duckllm.cli.terminal import ReplyWriter, keys_unseen
-from duckllm.errors import ClusterError, PromptTooLongError, RequestError
+from duckllm.errors import ClusterError, PromptTooLongError, RequestError, WorkerLostError
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -75,10 +75,10 @@ class Repl:
         self._forget_counts()
 
     def run(self) -> int:
-        """Talks until the user leaves, or until a worker is lost and no reply can come any more.
+        """Talks until the user leaves, or until no reply can come any more.
 
         Returns:
-            The exit code: 0, or the lost worker's after one sentence on stderr.
+            The exit code: 0, or that of an error of the cluster, after one sentence on stderr.
         """
         with keys_unseen():
             if self._title:
@@ -139,7 +139,7 @@ class Repl:
                         break
         except PromptTooLongError as error:
             problem = f"[{error}. {_TOO_LONG_HINT}]"
-        except RequestError as error:
+        except (RequestError, WorkerLostError) as error:  # the next message asks the workers again
             problem = f"[{error}]"
         except KeyboardInterrupt:
             if last is None:

@@ -1,23 +1,31 @@
-"""What every cluster does: connect to its workers, prepare them all at once, close.
+"""What every cluster does: connect to its workers, prepare them all at once, bring a lost one back, close.
 
-Local and static clusters differ only in where the addresses come from.
+Local and static clusters differ in where the addresses come from, and in who takes a lost worker's place.
 """
 
 from __future__ import annotations
 
+import logging
+import secrets
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
 from duckllm.cluster.address import Address
-from duckllm.cluster.connect import Connection, WorkerInfo
+from duckllm.cluster.connect import Connection, PeerEnd, WorkerInfo
 from duckllm.cluster.fetch import FetchProgress, wait_all_ready
+from duckllm.cluster.liveness import find_silent
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.config import ClusterConfig
-from duckllm.errors import ConfigError
+from duckllm.errors import ConfigError, ModelNotFoundError, WorkerUnavailableError
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # between two attempts to bring a worker back
+_log = logging.getLogger("duckllm")
 
 
-class Cluster:
+class Cluster(ABC):
     """Workers at known addresses; a context manager.
 
     Args:
@@ -30,7 +38,10 @@ class Cluster:
         self.config = config
         self.addresses = tuple(addresses)
         self._token = token
+        self._session = secrets.token_hex(16)
+        self._plans: tuple[WorkerPlan, ...] = ()
         self._workers: tuple[WorkerInfo, ...] = ()
+        self._ends: list[PeerEnd] = []
         self._preparing: list[Connection] = []
 
     @property
@@ -61,9 +72,10 @@ class Cluster:
         if len(plans) != self.num_workers:
             raise ConfigError("plans", len(plans), f"one for each of the {self.num_workers} workers")
         assert not self._preparing
+        self._plans = tuple(plans)
         try:
             for address in self.addresses:
-                self._preparing.append(Connection(address, self._token, self.config.connect_timeout_s))
+                self._preparing.append(self._greet(address, self.config.connect_timeout_s))
             for connection, plan in zip(self._preparing, plans, strict=True):
                 connection.send_plan(plan, share_folder=self.config.share_folder)
         except BaseException:
@@ -88,7 +100,75 @@ class Cluster:
             raise
         connections, self._preparing = self._preparing, []
         self._workers = tuple(connection.info for connection in connections)
+        self._ends = [connection.peer_end for connection in connections]
         return connections
+
+    def find_silent(self, workers: Sequence[int], timeout_s: float) -> list[int]:
+        """Which of these workers do not even say within ``timeout_s`` seconds that they live."""
+        ends = {worker: self._ends[worker] for worker in workers}
+        return find_silent(ends, self._token is not None, timeout_s)
+
+    def replace(self, worker: int, deadline: float) -> Connection:
+        """A new connection in the place of a worker whose last one is closed, prepared with the same slice.
+
+        Args:
+            worker: Its index; slices and the order of sums stay as they are.
+            deadline: Until when it is tried again (time.monotonic() seconds).
+
+        Raises:
+            ClusterError: Nobody was there by then; or what was there is not to be waited for.
+            ModelError: Who was there cannot use its weights.
+        """
+        pause_s, limit_s = _FIRST_PAUSE_S, 2 * self.config.worker_silence_s
+        while True:
+            try:
+                left_s = max(deadline - time.monotonic(), _FIRST_PAUSE_S)
+                attempt_s = min(limit_s, self.config.connect_timeout_s, left_s)
+                connection = self._bring_back(worker, deadline, attempt_s)
+                break
+            except (WorkerUnavailableError, ModelNotFoundError):  # its disk may be on the way
+                if time.monotonic() + pause_s >= deadline:
+                    raise
+            time.sleep(pause_s)
+            pause_s, limit_s = min(2 * pause_s, _LONGEST_PAUSE_S), 2 * limit_s
+        before, now = self._workers[worker], connection.info
+        if now.isa != before.isa:
+            _log.warning(
+                "worker %s computes with %s where %s computed with %s: sums may differ in their last bits",
+                *(now.address, now.isa, before.address, before.isa),
+            )
+        self._workers = (*self._workers[:worker], now, *self._workers[worker + 1 :])
+        self._ends[worker] = connection.peer_end
+        self.addresses = (*self.addresses[:worker], connection.address, *self.addresses[worker + 1 :])
+        return connection
+
+    @abstractmethod
+    def _bring_back(self, worker: int, deadline: float, attempt_s: float) -> Connection:
+        """One attempt of :meth:`replace`.
+
+        Args:
+            worker: Its index.
+            deadline: Until when whoever is there may prepare.
+            attempt_s: Limit for connecting and for each answer before the plan, seconds.
+
+        Raises:
+            WorkerUnavailableError: Nobody is there; it will be tried again.
+        """
+
+    def _greet(self, address: Address, timeout_s: float) -> Connection:
+        return Connection(address, self._token, timeout_s, self._session)
+
+    def _prepare(self, worker: int, address: Address, deadline: float, attempt_s: float) -> Connection:
+        """A connection to that address, prepared with a worker's slice."""
+        connection = self._greet(address, attempt_s)
+        try:
+            connection.send_plan(self._plans[worker], share_folder=self.config.share_folder)
+            left_s = max(deadline - time.monotonic(), attempt_s)
+            connection.wait_ready(min(left_s, self.config.prepare_timeout_s))
+        except BaseException:
+            connection.close()
+            raise
+        return connection
 
     def close(self) -> None:
         """Lets go of the workers; connections that :meth:`wait_ready` gave are the transport's to close."""

@@ -25,6 +25,7 @@ from duckllm.cluster.plan import WorkerPlan
 from duckllm.errors import AuthenticationError, ProtocolError, WorkerUnavailableError, show_value
 
 T = TypeVar("T")
+PeerEnd = tuple[int, Any]  # address family and the system's own form of the address
 _MAX_FACT_CHARACTERS = 100  # of what a worker says of itself, which is shown to the user
 
 
@@ -62,6 +63,7 @@ class Connection:
         address: The worker's address.
         token: The cluster token, or None.
         timeout_s: Limit for connecting and for each answer, seconds.
+        session: Names the host's session, so that a worker lets go of an older connection of the same one.
 
     Raises:
         WorkerUnavailableError: Nothing answers there, or not in time, or it is busy.
@@ -70,12 +72,13 @@ class Connection:
         ProtocolError: What answers is no worker, or breaks the protocol.
     """
 
-    def __init__(self, address: Address, token: str | None, timeout_s: float) -> None:
+    def __init__(self, address: Address, token: str | None, timeout_s: float, session: str = "") -> None:
         self.address = address
-        self._timeout_s = timeout_s
+        self._timeout_s, self._session = timeout_s, session
         self._socket = _open_socket(address, timeout_s)
         try:
-            if token is None and not is_loopback(_peer_ip(self._socket, address)):
+            self.peer_end: PeerEnd = (self._socket.family, _peer_end(self._socket, address))
+            if token is None and not is_loopback(str(self.peer_end[1][0])):
                 raise AuthenticationError(
                     f"cluster_token: got none, expected one, as worker {address} is beyond loopback"
                 )
@@ -144,6 +147,7 @@ class Connection:
             "protocol_version": _native.PROTOCOL_VERSION,
             "build": duckllm.__version__,
             "pid": os.getpid(),
+            "session": self._session,
         }
         self.channel.send_json(FrameType.HELLO, hello, deadline=deadline)
         answer = self.channel.receive_json(FrameType.HELLO, deadline=deadline)
@@ -198,9 +202,9 @@ def _open_socket(address: Address, timeout_s: float) -> socket.socket:
         raise WorkerUnavailableError(f"worker {address} is not available: {reason}") from error
 
 
-def _peer_ip(connection: socket.socket, address: Address) -> str:
+def _peer_end(connection: socket.socket, address: Address) -> Any:
     try:
-        return str(connection.getpeername()[0])
+        return connection.getpeername()
     except OSError as error:  # reset already
         raise WorkerUnavailableError(f"worker {address} is not available: {error.strerror}") from error
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import selectors
@@ -22,6 +23,7 @@ from typing import IO
 
 from duckllm.cluster.address import Address, parse_address
 from duckllm.cluster.base import Cluster
+from duckllm.cluster.connect import Connection
 from duckllm.cluster.frames import safe_text
 from duckllm.cluster.token import TOKEN_VARIABLE
 from duckllm.config import ClusterConfig, available_cores
@@ -31,14 +33,20 @@ START_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
 _SPIN_US_WITH_SPARE_CORES = 100
 _MAX_LISTENING_LINE_BYTES = 4096
+_log = logging.getLogger("duckllm")
 
 
 @dataclass
 class _Child:
-    """A worker process and its standard error, kept in a file without a name."""
+    """A worker process and its standard error, kept in a file without a name.
+
+    ``address`` is None until it has said where it listens.
+    """
 
     process: subprocess.Popen[bytes]
     stderr: IO[bytes]
+    address: Address | None = None
+    is_unused: bool = True
 
     def last_words(self) -> str:
         self.stderr.seek(0, os.SEEK_END)
@@ -47,9 +55,21 @@ class _Child:
         words = " / ".join(line.strip() for line in lines[-5:])
         return safe_text(words) or "it wrote nothing to its standard error"
 
+    def kill(self) -> None:
+        """Ends the process, stopped or not, and waits for its end. Harmless when repeated."""
+        for pipe in (self.process.stdin, self.process.stdout, self.stderr):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        self.process.kill()
+        self.process.wait()
+
 
 class LocalCluster(Cluster):
-    """``config.workers`` workers started here, and stopped by :meth:`close`.
+    """``config.workers`` workers started here, and ``config.spares`` that wait; :meth:`close` stops them.
+
+    In the place of a lost worker, whose process is killed if it is still there, comes a spare or else a new
+    process.
 
     Raises:
         WorkerUnavailableError: A worker did not start; the message holds its last lines.
@@ -58,9 +78,12 @@ class LocalCluster(Cluster):
     def __init__(self, config: ClusterConfig) -> None:
         token = secrets.token_hex(32)
         self._children: list[_Child] = []
+        self._spares: list[_Child] = []
         try:
             for _ in range(config.workers):
                 self._children.append(_spawn(config, token))
+            for _ in range(config.spares):
+                self._spares.append(_spawn(config, token))
             deadline = time.monotonic() + START_TIMEOUT_S
             addresses = [
                 _wait_until_listening(child, worker, deadline) for worker, child in enumerate(self._children)
@@ -68,6 +91,8 @@ class LocalCluster(Cluster):
         except BaseException:
             self._stop_children()
             raise
+        for child in self._children:
+            child.is_unused = False
         super().__init__(config, addresses, token)
 
     @property
@@ -84,8 +109,27 @@ class LocalCluster(Cluster):
         super().close()
         self._stop_children()
 
+    def _bring_back(self, worker: int, deadline: float, attempt_s: float) -> Connection:
+        assert self._token is not None
+        child = self._children[worker]
+        # One that is still starting, or preparing, since the last attempt gets on with it.
+        if not child.is_unused or child.process.poll() is not None:
+            child.kill()
+            child = self._spares.pop(0) if self._spares else _spawn(self.config, self._token)
+            self._children[worker] = child
+        address = _wait_until_listening(child, worker, deadline)
+        connection = self._prepare(worker, address, deadline, self.config.connect_timeout_s)
+        child.is_unused = False
+        # The next spare starts while the step goes on; nobody waits for it.
+        if len(self._spares) < self.config.spares:
+            try:
+                self._spares.append(_spawn(self.config, self._token))
+            except WorkerUnavailableError as error:
+                _log.warning("spare: %s", error)
+        return connection
+
     def _stop_children(self) -> None:
-        children, self._children = self._children, []
+        children, self._children, self._spares = self._children + self._spares, [], []
         for child in children:
             assert child.process.stdin is not None
             with contextlib.suppress(OSError):
@@ -130,6 +174,9 @@ def _spawn(config: ClusterConfig, token: str) -> _Child:
 
 
 def _wait_until_listening(child: _Child, worker: int, deadline: float) -> Address:
+    if child.address is not None:
+        return child.address
+    started = time.monotonic()
     output = child.process.stdout
     assert output is not None
     line = b""
@@ -137,8 +184,9 @@ def _wait_until_listening(child: _Child, worker: int, deadline: float) -> Addres
         selector.register(output, selectors.EVENT_READ)
         while not line.endswith(b"\n"):
             if not selector.select(max(0.0, deadline - time.monotonic())):
+                waited_s = round(max(0.0, deadline - started), 1)
                 raise WorkerUnavailableError(
-                    f"local worker {worker} did not start within {START_TIMEOUT_S:g} s: {child.last_words()}"
+                    f"local worker {worker} did not start within {waited_s:g} s: {child.last_words()}"
                 )
             chunk = os.read(output.fileno(), _MAX_LISTENING_LINE_BYTES)
             line += chunk
@@ -148,9 +196,10 @@ def _wait_until_listening(child: _Child, worker: int, deadline: float) -> Addres
                 )
     output.close()
     try:
-        return parse_address(json.loads(line)["address"])
+        child.address = parse_address(json.loads(line)["address"])
     except (ValueError, KeyError, TypeError, ConfigError) as error:
         raise WorkerUnavailableError(f"local worker {worker} said {line!r}, expected its address") from error
+    return child.address
 
 
 def _stop(process: subprocess.Popen[bytes], deadline: float) -> None:

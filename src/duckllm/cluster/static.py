@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+
 from duckllm.cluster.address import parse_address
 from duckllm.cluster.base import Cluster
+from duckllm.cluster.connect import Connection
+from duckllm.cluster.plan import WorkerPlan
 from duckllm.config import ClusterConfig
-from duckllm.errors import ConfigError
+from duckllm.errors import ClusterError, ConfigError, ModelError, WorkerUnavailableError
+
+_log = logging.getLogger("duckllm")
 
 
 class StaticCluster(Cluster):
-    """The workers at ``config.addresses``; they are left running.
+    """The workers at ``config.addresses``, of which the last ``config.spares`` wait; they are left running.
+
+    A lost worker is looked for at its own address, then at the spares'. Whoever takes its place leaves the
+    spares, and the address that was lost goes to their end.
 
     Args:
-        config: Must name at least one address.
+        config: Must name at least one address, and more than there are spares.
 
     Raises:
         ConfigError: An address is malformed or named twice; the message shows the entry. Or an option is set
@@ -30,4 +40,34 @@ class StaticCluster(Cluster):
             value = getattr(config, field)
             if value != getattr(ClusterConfig, field):
                 raise ConfigError(field, value, "nothing with workers elsewhere, whose own options say so")
-        super().__init__(config, addresses, config.cluster_token)
+        num_workers = config.num_workers
+        super().__init__(config, addresses[:num_workers], config.cluster_token)
+        self.spares = tuple(addresses[num_workers:])
+
+    def begin(self, plans: Sequence[WorkerPlan]) -> None:
+        """As :meth:`Cluster.begin`; a spare that is not there, or refuses, is a warning in the log."""
+        super().begin(plans)
+        for address in self.spares:
+            try:
+                self._greet(address, self.config.connect_timeout_s).close()
+            except ClusterError as error:
+                _log.warning("spare: %s", error)
+
+    def _bring_back(self, worker: int, deadline: float, attempt_s: float) -> Connection:
+        own = self.addresses[worker]
+        try:
+            return self._prepare(worker, own, deadline, attempt_s)
+        except (ClusterError, ModelError) as error:
+            problem = error
+        for address in self.spares:
+            try:
+                connection = self._prepare(worker, address, deadline, attempt_s)
+            except (ClusterError, ModelError) as error:
+                _log.warning("spare: %s", error)
+                continue
+            others = tuple(spare for spare in self.spares if spare != address)
+            self.spares = (*others, own)
+            return connection
+        if self.spares and not isinstance(problem, WorkerUnavailableError):
+            raise WorkerUnavailableError(f"{problem}; and no spare") from problem
+        raise problem

@@ -30,7 +30,9 @@ class Transport:
         max_step_tokens: Most tokens in one step, as in the workers' plans.
         wire_dtype: Activations on the wire, ``"f32"`` or ``"bf16"`` (rounded to nearest-even).
         reply_dtype: Partial sums on the wire, ``"f32"`` or ``"bf16"``.
-        step_timeout_s: Limit for one step's answers, counted from :meth:`wait`, seconds.
+        step_timeout_s: Limit for one step's answers, counted from the first :meth:`wait`, seconds.
+        submit_timeout_s: How long :meth:`submit` waits for workers to take a step, seconds; what is left is
+            sent while it is waited for.
         spin_us: How long :meth:`wait` reads without sleeping, microseconds.
 
     Threading: calls from several threads take turns.
@@ -46,9 +48,10 @@ class Transport:
         wire_dtype: str = "f32",
         reply_dtype: str = "f32",
         step_timeout_s: float = 30.0,
+        submit_timeout_s: float = 0.5,
         spin_us: int = 0,
     ) -> None:
-        self.addresses = tuple(str(connection.address) for connection in connections)
+        self._addresses = [str(connection.address) for connection in connections]
         self.hidden_size = hidden_size
         self.max_step_tokens = max_step_tokens
         self._closed = False
@@ -59,12 +62,13 @@ class Transport:
             max_step_tokens=max_step_tokens,
             x_bf16=wire_dtype == "bf16",
             reply_bf16=reply_dtype == "bf16",
-            step_timeout_ms=max(1, round(step_timeout_s * 1000)),
+            step_timeout_ms=_milliseconds(step_timeout_s),
+            submit_timeout_ms=_milliseconds(submit_timeout_s),
             spin_us=spin_us,
         )
 
     def submit(self, layer: int, x: Any, topk_ids: Any, topk_weights: Any, *, lane: int = 0) -> int:
-        """Sends one step to every worker; the ticket for :meth:`wait`.
+        """Sends one step to every worker that is not lost; the ticket for :meth:`wait`.
 
         Several steps may be in flight. All arrays may be reused once this returns.
 
@@ -79,7 +83,7 @@ class Transport:
             x: [T, H] f32, cpu. topk_ids: [T, K] int32, cpu. topk_weights: [T, K] f32, cpu.
 
         Raises:
-            WorkerLostError: A worker is gone or does not take the step in time; the transport is then closed.
+            ClusterError: The transport is closed.
             ValueError: Shapes that do not fit; nothing was sent.
         """
         with self._typed_errors():
@@ -101,7 +105,9 @@ class Transport:
         Shapes: result: [T, H] f32.
 
         Raises:
-            WorkerLostError: A worker is gone, answers wrongly or not in time; the transport is then closed.
+            WorkerLostError: A worker that has not answered is gone, answers wrongly or not in time. The step
+                stays in flight, to be waited for again after :meth:`replace`.
+            ClusterError: The transport is closed.
             ValueError: No such ticket is in flight.
             KeyboardInterrupt: Ctrl-C, at once; the step is given up, the transport stays usable.
         """
@@ -110,6 +116,48 @@ class Transport:
                 out = np.empty((self._native.ticket_tokens(ticket), self.hidden_size), np.float32)
             self._native.wait(ticket, out)
         return out
+
+    def wait_some(self, ticket: int, timeout_s: float) -> tuple[int, ...]:
+        """Waits at most ``timeout_s`` seconds; the workers that have not answered the step by then.
+
+        Raises:
+            WorkerLostError: As :meth:`wait`.
+            ClusterError: As :meth:`wait`.
+            ValueError: As :meth:`wait`.
+            KeyboardInterrupt: As :meth:`wait`.
+        """
+        with self._typed_errors():
+            return tuple(self._native.wait_some(ticket, _milliseconds(timeout_s)))
+
+    def drop(self, worker: int, reason: str) -> None:
+        """Closes the connection of a worker that is known to be lost."""
+        self._native.drop(worker, reason)
+
+    def address(self, worker: int) -> str:
+        """Where a worker is, or was."""
+        return self._addresses[worker]
+
+    def lost(self) -> tuple[int, ...]:
+        """The workers that are lost, in worker order."""
+        return tuple(self._native.lost())
+
+    def replace(self, worker: int, connection: Connection) -> None:
+        """Gives a worker's place to another connection, prepared with the same slice.
+
+        What is in flight is sent to it, unless the lost one had answered it. Nothing that the lost one sends
+        later can arrive.
+
+        Raises:
+            ClusterError: The transport is closed.
+        """
+        address = str(connection.address)
+        with self._typed_errors():
+            self._native.replace(worker, connection.detach_socket())
+        self._addresses[worker] = address
+
+    def give_up(self) -> None:
+        """Gives every step in flight up; replies to them are dropped."""
+        self._native.give_up()
 
     def last_compute_us(self) -> tuple[int, ...]:
         """Each worker's own time for the step last waited for, microseconds, in worker order."""
@@ -136,4 +184,8 @@ class Transport:
             if self._closed:
                 raise ClusterError("transport: got a step after close(), expected an open one") from error
             worker, layer, reason = error.args
-            raise WorkerLostError(self.addresses[worker], safe_text(reason), layer) from error
+            raise WorkerLostError(self._addresses[worker], safe_text(reason), layer) from error
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))

@@ -36,6 +36,10 @@ BUSY_GRACE_S = 1.0
 READY_TIMEOUT_S = 10.0
 
 
+class _OnlyAskedError(Exception):
+    """The connection ended before HELLO: a host asks so whether this worker lives. Nothing to log."""
+
+
 class Sessions:
     """What the connections of one worker share: its weights, its experts, and the one session at a time.
 
@@ -56,6 +60,9 @@ class Sessions:
         self.instructions = check_prefill(config.prefill, select_isa())
         self._weights = WorkerWeights(config)
         self._active = threading.Lock()
+        self._visit: tuple[str, socket.socket] | None = (
+            None  # session and connection of the host that is served
+        )
         self._stopping = threading.Event()
         self._prepared: tuple[object, _Experts] | None = None
 
@@ -67,13 +74,18 @@ class Sessions:
         """Serves one connection to its end; never raises. Does not close it."""
         channel = ControlChannel(connection, us="this worker", peer="the host", hears_errors=False)
         try:
-            plan = self._receive_plan(channel)
+            plan, session = self._receive_plan(channel)
+            self._end_older_visit(session)
             if not self._active.acquire(timeout=BUSY_GRACE_S):
                 raise WorkerUnavailableError("busy: this worker serves another host")
             try:
+                self._visit = session, connection
                 self._serve_plan(channel, plan, peer)
             finally:
+                self._visit = None
                 self._active.release()
+        except _OnlyAskedError:
+            pass
         except PeerClosedError as error:
             self._log(f"{peer}: {error}")
         except TimeoutError as error:
@@ -88,16 +100,27 @@ class Sessions:
             channel.send_error(ErrorCode.INTERNAL, f"the worker failed: {type(error).__name__}")
             self._log(f"{peer}: failed: {traceback.format_exc()}")
 
-    def _receive_plan(self, channel: ControlChannel) -> WorkerPlan:
+    def _end_older_visit(self, session: str) -> None:
+        """Ends the visit that the same host took for lost; after a broken link its end is never heard."""
+        visit = self._visit
+        if visit is not None and session and visit[0] == session:
+            with contextlib.suppress(OSError):  # it has ended by itself
+                visit[1].shutdown(socket.SHUT_RDWR)
+
+    def _receive_plan(self, channel: ControlChannel) -> tuple[WorkerPlan, str]:
         limit_s = self._config.handshake_timeout_s
         try:
             return self._handshake(channel, time.monotonic() + limit_s)
         except TimeoutError:
             raise TimeoutError(f"handshake: got no complete plan within {limit_s:g} s") from None
 
-    def _handshake(self, channel: ControlChannel, deadline: float) -> WorkerPlan:
-        authenticate_worker(channel, self._config.token, deadline=deadline)
-        channel.receive_json(FrameType.HELLO, deadline=deadline)
+    def _handshake(self, channel: ControlChannel, deadline: float) -> tuple[WorkerPlan, str]:
+        """The plan, and the name of the host's session."""
+        try:
+            authenticate_worker(channel, self._config.token, deadline=deadline)
+            session = channel.receive_json(FrameType.HELLO, deadline=deadline).get("session", "")
+        except PeerClosedError as error:
+            raise _OnlyAskedError from error
         hello = {
             "protocol_version": _native.PROTOCOL_VERSION,
             "build": duckllm.__version__,
@@ -107,7 +130,8 @@ class Sessions:
             "memory_bytes": total_memory_bytes(),
         }
         channel.send_json(FrameType.HELLO, hello, deadline=deadline)
-        return WorkerPlan.from_json(channel.receive_json(FrameType.PREPARE, deadline=deadline))
+        plan = WorkerPlan.from_json(channel.receive_json(FrameType.PREPARE, deadline=deadline))
+        return plan, str(session)
 
     def _serve_plan(self, channel: ControlChannel, plan: WorkerPlan, peer: str) -> None:
         experts, verified_stripes, fetched_bytes = self._prepare(plan, channel)

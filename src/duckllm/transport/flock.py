@@ -1,0 +1,102 @@
+"""Steps through workers of which any may be lost at any moment: the step goes on with who comes back.
+
+Called by :mod:`duckllm.moe.dispatch`; calls the transport, and the cluster for what a transport cannot know:
+whether a silent worker lives, and who takes a lost one's place.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from duckllm.errors import ClusterError, ModelError, WorkerLostError
+from duckllm.transport.transport import Transport
+
+if TYPE_CHECKING:
+    from duckllm.cluster.base import Cluster
+
+_FIRST_PAUSE_S = 0.1  # before a worker that was lost again in one step is replaced again
+_log = logging.getLogger("duckllm")
+
+
+class Flock:
+    """A transport and the cluster that it belongs to.
+
+    Args:
+        transport: Connections to the cluster's workers, in worker order.
+        cluster: Brings workers back.
+        silence_s: A worker that has not answered a step for so long is asked whether it lives, and is lost if
+            it says nothing for as long again, seconds.
+        timeout_s: How long a step waits for lost workers to come back, or for others in their place, seconds.
+
+    Threading: one thread at a time.
+    """
+
+    def __init__(self, transport: Transport, cluster: Cluster, silence_s: float, timeout_s: float) -> None:
+        self._transport, self._cluster = transport, cluster
+        self._silence_s, self._timeout_s = silence_s, timeout_s
+
+    def submit(self, layer: int, x: Any, topk_ids: Any, topk_weights: Any, *, lane: int = 0) -> int:
+        """As :meth:`Transport.submit`; a worker that is lost is no error before :meth:`wait`."""
+        return self._transport.submit(layer, x, topk_ids, topk_weights, lane=lane)
+
+    def wait(self, ticket: int) -> npt.NDArray[np.float32]:
+        """As :meth:`Transport.wait`, with lost workers brought back meanwhile, and the same sum.
+
+        After any exception no step is in flight, and the next one may be submitted.
+
+        Raises:
+            WorkerLostError: A worker is lost, and nothing took its place within ``timeout_s``.
+            ClusterError: The transport is closed.
+            KeyboardInterrupt: Ctrl-C, while it waits or while a worker is brought back.
+        """
+        num_losses, deadline = 0, 0.0
+        try:
+            while True:
+                try:
+                    self._wait_while_alive(ticket, self._silence_s * 2.0**num_losses)
+                    return self._transport.wait(ticket)
+                except WorkerLostError as error:
+                    deadline = deadline or time.monotonic() + self._timeout_s
+                    if num_losses > 0:
+                        self._pause(_FIRST_PAUSE_S * 2.0**num_losses, deadline, error)
+                    num_losses += 1
+                    _log.warning("%s; waiting for it or a spare", error)
+                    for worker in self._transport.lost():
+                        self._bring_back(worker, error, deadline)
+        except BaseException:
+            self._transport.give_up()
+            raise
+
+    def _wait_while_alive(self, ticket: int, silence_s: float) -> None:
+        """Returns once every worker has answered; drops who neither answers nor lives.
+
+        Computing may take any time, so silence alone proves nothing: the worker is asked on a connection of
+        its own, where it answers while it computes.
+        """
+        while late := self._transport.wait_some(ticket, silence_s):
+            for worker in self._cluster.find_silent(late, silence_s):
+                self._transport.drop(worker, f"it gave no sign of life for {2000 * silence_s:.0f} ms")
+
+    def _bring_back(self, worker: int, error: WorkerLostError, deadline: float) -> None:
+        lost, started = self._transport.address(worker), time.monotonic()
+        try:
+            connection = self._cluster.replace(worker, deadline)
+        except (ClusterError, ModelError) as problem:
+            raise self._final(error, f"{problem}") from problem
+        self._transport.replace(worker, connection)
+        passed_s = time.monotonic() - started
+        _log.warning("worker %s goes on in place of %s after %.1f s", connection.address, lost, passed_s)
+
+    def _pause(self, pause_s: float, deadline: float, error: WorkerLostError) -> None:
+        if time.monotonic() + pause_s >= deadline:
+            raise self._final(error, "the last one that took its place was lost again")
+        time.sleep(pause_s)
+
+    def _final(self, error: WorkerLostError, problem: str) -> WorkerLostError:
+        reason = f"{error.reason}; nothing took its place in time: {problem}"
+        return WorkerLostError(error.address, reason, error.layer)
