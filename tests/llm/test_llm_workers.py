@@ -117,7 +117,14 @@ def test_a_worker_that_does_not_come_back_is_a_typed_error(
             assert caught.value.address == info.addresses[victim]
             with pytest.raises(WorkerLostError):
                 llm.chat(PRIME)
-        assert llm.chat(PRIME)[0].outputs[0].text == PRIME_ANSWER
+        # Its start may take longer than a request waits; the next request finds it further on.
+        for _ in range(100):
+            try:
+                text = llm.chat(PRIME)[0].outputs[0].text
+                break
+            except WorkerLostError:
+                assert len(children() - before) == 2
+        assert text == PRIME_ANSWER
         now = llm.cluster_info()
         assert now.pids[1 - victim] == info.pids[1 - victim]
         assert set(now.pids) == children() - before
