@@ -18,7 +18,13 @@ from duckllm.cluster.connect import Connection
 from duckllm.cluster.fetch import FetchProgress, wait_all_ready
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.config import ClusterConfig
-from duckllm.errors import ConfigError, ModelNotFoundError, WeightHashError, WorkerUnavailableError
+from duckllm.errors import (
+    ConfigError,
+    DiskSpaceError,
+    ModelNotFoundError,
+    WeightHashError,
+    WorkerUnavailableError,
+)
 from duckllm.weights import console
 from duckllm.weights.manifest import Manifest
 from worker_harness import (
@@ -67,12 +73,14 @@ def test_a_second_start_moves_under_one_per_cent(tmp_path: Path) -> None:
     moved = []
     for _ in range(2):  # the second time both workers are new processes
         with (
-            running_worker(tmp_path, *flags) as first,
-            running_worker(tmp_path, *flags) as second,
+            running_worker(tmp_path, *flags, token="t") as first,
+            running_worker(tmp_path, *flags, token="t") as second,
             relay_to(first.address) as one,
             relay_to(second.address) as two,
         ):
-            config = ClusterConfig(addresses=(str(one.address), str(two.address)), share_folder=False)
+            config = ClusterConfig(
+                addresses=(str(one.address), str(two.address)), share_folder=False, cluster_token="t"
+            )
             with open_cluster(config) as cluster:
                 connections = cluster.connect(plans)
                 moved.append(one.total + two.total)
@@ -137,8 +145,12 @@ def test_in_memory_of_its_own(tmp_path: Path, flag: str) -> None:
         recoded = [replace(plans[0], weight_format="fp8")]
         again = 3 * size if flag == "--no-cache" else 0
         assert check_step(manifest, recoded, [worker]) == [(again, 0)]
-    assert "of 4 MB of memory of its own in huge pages" in worker.log()
-    assert f"{3 * size:,} bytes fetched from the host" in worker.log()
+    first, second, third = worker.log().splitlines()[::2]
+    fetched = f", {3 * size:,} bytes fetched from the host now"
+    assert first.endswith(" of 4 MB of its own memory in huge pages" + fetched)
+    assert "fetched" not in second
+    assert (fetched in third) == (flag == "--no-cache")
+    assert ("copied from the cache" in first) == (flag == "--copy")
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "empty", "gone"])
@@ -185,7 +197,8 @@ def test_no_room_is_said_before_anything_is_fetched(tmp_path: Path) -> None:
     (plan,) = plan_for(manifest)
     flags = ("--cache-dir", str(tmp_path / "cache"), "--cache-bytes", str(need - 1))
     with running_worker(tmp_path, *flags) as worker, relay_to(worker.address) as relay:
-        with pytest.raises(Exception, match=f"got {need - 1:,} bytes .--cache-bytes., expected {need:,}"):
+        words = f"got {need - 1:,} bytes .--cache-bytes., expected {need:,}"
+        with pytest.raises(DiskSpaceError, match=words):
             connect(relay.address, plan, share_folder=False)
         assert relay.to_worker < 10_000
         assert not shards_in(tmp_path / "cache")

@@ -11,7 +11,7 @@ from random_checkpoint import FINITE_CODES
 from duckllm import _native
 from duckllm.errors import WeightFormatError
 from duckllm.weights import e4m3, fp9, recode
-from duckllm.weights.recode import available_memory_bytes, copy_fits, recode_units
+from duckllm.weights.recode import available_memory_bytes, copy_fits, huge_page_bytes, recode_units
 from duckllm.weights.units import ExpertWeights, pack_expert_units
 
 BOTH_WAYS = pytest.mark.parametrize(("stored", "wanted"), [("fp9", "fp8"), ("fp8", "fp9")])
@@ -91,6 +91,22 @@ def test_every_byte_that_is_no_weight_is_refused(place: int) -> None:
                 continue
             with pytest.raises(WeightFormatError, match="units: got 1 with bytes that no finite e4m3 value"):
                 recode_units(units, 40, stored, wanted, 1)
+
+
+def test_huge_pages_are_counted_as_the_kernel_tells(tmp_path: Path) -> None:
+    memory = np.zeros(64 << 10, np.uint8)
+    start = memory.ctypes.data
+    maps = tmp_path / "smaps"
+    maps.write_text(
+        f"{start - 4096:x}-{start:x} rw-p 00000000 00:00 0\nAnonHugePages:  5 kB\nVmFlags: rd wr\n"
+        f"{start:x}-{start + 8192:x} rw-p 00000000 00:00 0 [heap]\nSize: 9 kB\nAnonHugePages:  16 kB\n"
+        f"{start + 65535:x}-{start + 99999:x} r--p 0 fe:01 7 /a: b\nAnonHugePages:  32 kB\n"
+        f"{start + 65536:x}-{start + 99999:x} r--p 0 fe:01 7 /a: b\nAnonHugePages:  64 kB\n"
+    )
+    assert huge_page_bytes([memory], maps) == 48 << 10
+    assert huge_page_bytes([memory[:4096]], maps) == 4096
+    assert huge_page_bytes([memory], tmp_path / "none") == 0
+    assert 0 <= huge_page_bytes([memory]) <= memory.nbytes
 
 
 def test_shapes_that_do_not_fit_are_errors() -> None:

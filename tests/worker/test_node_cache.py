@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
+import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from duckllm import _native
+from duckllm._native import FrameType
 from duckllm.errors import ConfigError, DiskSpaceError
-from duckllm.worker import node_cache
+from duckllm.worker import fetch, node_cache
 from duckllm.worker.config import WorkerConfig
 from duckllm.worker.node_cache import NodeCache
+from worker_harness import frame, read_frame, worker_channel
 
 SIZE = 1000
 DATA = {hashlib.sha256(bytes([n]) * SIZE).hexdigest(): bytes([n]) * SIZE for n in range(6)}
@@ -156,3 +162,25 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
 def test_options_are_checked(fields: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         WorkerConfig(**fields)  # type: ignore[arg-type]
+
+
+def test_a_host_that_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "FETCH_TIMEOUT_S", 0.05)
+    ours, theirs = socket.socketpair()
+    shard = fetch.Shard(3, 5, NAMES[0])
+    taken: list[bytes] = []
+    with ours, theirs:
+        channel = worker_channel(theirs)
+        fetch.request_shards(channel, [shard, replace(shard, stripe=6), replace(shard, layer=4)])
+        got = read_frame(ours)
+        assert got is not None
+        assert json.loads(got[1]) == {"shards": [[3, [5, 6]], [4, [5]]]}
+        piece = frame(FrameType.SHARD, _native.encode_shard_header(3, 5, 0) + DATA[NAMES[0]])
+        ours.sendall(piece + piece[:-1])
+        fetch.receive_shard(channel, shard, SIZE, fetch.new_buffer(), lambda data: taken.append(bytes(data)))
+        assert taken == [DATA[NAMES[0]]]
+        with pytest.raises(
+            TimeoutError, match=r"SHARD: got no whole piece of layer 3, stripe 5 within 0\.05 s"
+        ):
+            fetch.receive_shard(channel, shard, SIZE, fetch.new_buffer(), taken.append)
+    assert len(taken) == 1

@@ -128,6 +128,25 @@ class ControlChannel:
             raise self._reported_error(payload)
         return payload
 
+    def receive_into(self, expected: FrameType, buffer: memoryview, *, deadline: float) -> memoryview:
+        """As :meth:`receive`, into a buffer that has room for the largest payload of the kind.
+
+        Payloads that follow each other then take no memory each.
+        """
+        header = self._receive_bytes(_native.FRAME_HEADER_BYTES, deadline, expected.name)
+        kind, payload_bytes = self._check_header(header, (expected,))
+        if kind != expected:
+            raise self._reported_error(self._receive_bytes(payload_bytes, deadline, kind.name))
+        payload = buffer[:payload_bytes]
+        received = 0
+        while received < payload_bytes:
+            self._set_timeout(deadline, expected.name)
+            count = self.connection.recv_into(payload[received:])
+            if count == 0:
+                raise self.closed(expected.name)
+            received += count
+        return payload
+
     def take_frame(
         self, received: bytearray, expected: tuple[FrameType, ...]
     ) -> tuple[FrameType, bytes] | None:

@@ -36,7 +36,7 @@ class Shard:
 
 
 def request_shards(channel: ControlChannel, shards: Sequence[Shard]) -> None:
-    """Asks the host for shards, which it then sends in this order."""
+    """Asks the host for shards, given layer by layer, which it then sends in this order."""
     stripes: dict[int, list[int]] = {}
     for shard in shards:
         stripes.setdefault(shard.layer, []).append(shard.stripe)
@@ -44,8 +44,17 @@ def request_shards(channel: ControlChannel, shards: Sequence[Shard]) -> None:
     channel.send_json(FrameType.FETCH, {"shards": wanted}, deadline=time.monotonic() + FETCH_TIMEOUT_S)
 
 
+def new_buffer() -> memoryview:
+    """Room for the largest piece of a shard, with what comes before it."""
+    return memoryview(bytearray(_native.SHARD_HEADER_BYTES + _native.MAX_SHARD_PIECE_BYTES))
+
+
 def receive_shard(
-    channel: ControlChannel, shard: Shard, num_bytes: int, take: Callable[[memoryview], object]
+    channel: ControlChannel,
+    shard: Shard,
+    num_bytes: int,
+    buffer: memoryview,
+    take: Callable[[memoryview], object],
 ) -> None:
     """Hands the pieces of the next shard on as they come; what they are is known only in the end.
 
@@ -53,7 +62,8 @@ def receive_shard(
         channel: The connection, on which the shard is the next.
         shard: Which one was asked for.
         num_bytes: Its length.
-        take: Called with each piece, in order.
+        buffer: As :func:`new_buffer` makes it.
+        take: Called with each piece, in order; it lies in the buffer.
 
     Raises:
         ProtocolError: Something else came.
@@ -64,14 +74,21 @@ def receive_shard(
     head = _native.SHARD_HEADER_BYTES
     digest, done = hashlib.sha256(), 0
     while done < num_bytes:
-        payload = channel.receive(FrameType.SHARD, deadline=time.monotonic() + FETCH_TIMEOUT_S)
+        deadline = time.monotonic() + FETCH_TIMEOUT_S
+        try:
+            payload = channel.receive_into(FrameType.SHARD, buffer, deadline=deadline)
+        except TimeoutError:
+            raise TimeoutError(
+                f"SHARD: got no whole piece of layer {shard.layer}, stripe {shard.stripe} "
+                f"within {FETCH_TIMEOUT_S:g} s"
+            ) from None
         expected = (shard.layer, shard.stripe, done)
-        got = _native.decode_shard_header(payload[:head])
+        got = _native.decode_shard_header(bytes(payload[:head]))
         if got != expected:
             raise ProtocolError(
                 f"SHARD from {channel.peer}: got layer, stripe and offset {got}, expected {expected}"
             )
-        piece = memoryview(payload)[head:]
+        piece = payload[head:]
         length = min(_native.MAX_SHARD_PIECE_BYTES, num_bytes - done)
         if len(piece) != length:
             raise ProtocolError(

@@ -141,10 +141,11 @@ class Sessions:
             "weight_format": experts.choice.format,
         }
         channel.send_json(FrameType.READY, ready, deadline=time.monotonic() + READY_TIMEOUT_S)
+        fetched = f", {fetched_bytes:,} bytes fetched from the host now" if fetched_bytes else ""
         self._log(
             f"{peer}: ready, {len(plan.layers)} layers, {plan.num_stripes} of {plan.total_stripes} stripes "
             f"from {plan.first_stripe} on, {verified_stripes} verified now, {experts.choice.reason}, "
-            f"{experts.memory}"
+            f"{experts.memory}{fetched}"
         )
         reason, message, steps = experts.server.serve(channel.connection.fileno())
         self._log(f"{peer}: {reason} after {steps} steps: {message}")
@@ -242,13 +243,14 @@ def _describe_memory(mapped: MappedSlice, used: Mapping[int, U8]) -> str:
         for layer, units in used.items()
         if units is not mapped.units[layer] or (mapped.in_memory and layer in mapped.shards)
     ]
-    if not own:
-        return mapped.origin()
-    num_bytes = sum(units.nbytes for units in own)
-    return (
-        f"{mapped.origin()}, {huge_page_bytes(own) / 1e6:,.0f} of {num_bytes / 1e6:,.0f} MB of memory of its "
-        "own in huge pages"
-    )
+    origin, how = mapped.origin(), "mapped" if len(own) < len(used) else "copied"
+    places = [f"{how} from {origin}"] if origin else []
+    if own:
+        num_bytes = sum(units.nbytes for units in own)
+        places.append(
+            f"{huge_page_bytes(own) / 1e6:,.0f} of {num_bytes / 1e6:,.0f} MB of its own memory in huge pages"
+        )
+    return ", ".join(places)
 
 
 def _never_raising(log: Callable[[str], None]) -> Callable[[str], None]:

@@ -24,7 +24,7 @@ from duckllm.weights.manifest import Manifest
 from duckllm.weights.reader import map_units, stripe_sha256
 from duckllm.weights.recode import available_memory_bytes, copy_fits
 from duckllm.worker.config import WorkerConfig
-from duckllm.worker.fetch import Shard, receive_shard, request_shards
+from duckllm.worker.fetch import Shard, new_buffer, receive_shard, request_shards
 from duckllm.worker.node_cache import FileIdentity, NodeCache, file_identity
 from duckllm.worker.shard_memory import ShardMemory
 
@@ -57,14 +57,11 @@ class MappedSlice:
         return bool(self.shards) and self.cache_folder is None
 
     def origin(self) -> str:
-        """Where the units are from, for the log."""
+        """The folders that units are mapped from, for the log."""
         places = [str(folder) for folder in dict.fromkeys(path.parent for path in self.paths.values())]
         if self.cache_folder is not None:
             places.append(f"the cache {self.cache_folder}")
-        facts = ["mapped from " + " and ".join(places)] if places else []
-        if self.fetched_bytes:
-            facts.append(f"{self.fetched_bytes:,} bytes fetched from the host")
-        return ", ".join(facts)
+        return " and ".join(places)
 
 
 class WorkerWeights:
@@ -197,12 +194,20 @@ class WorkerWeights:
         if not mapped.in_memory:  # damaged ones were removed since there was room for the others
             self._reserve(plan, [layer for layer in plan.layers if layer.layer in mapped.shards])
         request_shards(channel, missing)
+        buffer = new_buffer()
         for shard in missing:
             check_stop()
-            self._fetch(plan, mapped, shard, channel)
+            self._fetch(plan, mapped, shard, channel, buffer)
             mapped.fetched_bytes += plan.num_experts * plan.unit_bytes
 
-    def _fetch(self, plan: WorkerPlan, mapped: MappedSlice, shard: Shard, channel: ControlChannel) -> None:
+    def _fetch(
+        self,
+        plan: WorkerPlan,
+        mapped: MappedSlice,
+        shard: Shard,
+        channel: ControlChannel,
+        buffer: memoryview,
+    ) -> None:
         memory, offset = mapped.shards[shard.layer], shard.stripe - plan.first_stripe
         num_bytes = plan.num_experts * plan.unit_bytes
         if mapped.in_memory:
@@ -213,10 +218,10 @@ class WorkerWeights:
                 room[filled : filled + len(piece)] = piece
                 filled += len(piece)
 
-            receive_shard(channel, shard, num_bytes, take)
+            receive_shard(channel, shard, num_bytes, buffer, take)
             return
         with self._open_cache().writer(shard.sha256, num_bytes) as writer:
-            receive_shard(channel, shard, num_bytes, writer.write)
+            receive_shard(channel, shard, num_bytes, buffer, writer.write)
             descriptor = writer.commit()
         try:
             memory.map_file(offset, descriptor)
