@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -222,6 +223,33 @@ def test_all_workers_are_served_at_once(tmp_path: Path) -> None:
         first.process.send_signal(signal.SIGCONT)
     wanted = manifest.expert_layers[1].stripe_sha256[plans[1].first_stripe :]
     assert set(wanted) <= set(shards_in(tmp_path / "cache"))
+
+
+def test_who_takes_a_lost_workers_place_gets_its_weights(tmp_path: Path) -> None:
+    manifest = make_model(tmp_path / "model")
+    (plan,) = plan_for(manifest)
+    size = 14 * shard_bytes(manifest)
+    with (
+        running_worker(tmp_path, "--no-cache") as own,
+        running_worker(tmp_path, "--cache-bytes", str(size - 1)) as small,
+        running_worker(tmp_path, "--no-cache") as spare,
+    ):
+        addresses = tuple(str(each.address) for each in (own, small, spare))
+        config = ClusterConfig(addresses=addresses, spares=2, share_folder=False)
+        with open_cluster(config) as cluster:
+            (connection,) = cluster.connect([plan])
+            for expected in (own.address, spare.address):  # one that has it still, one that has none
+                connection.close()
+                connection = cluster.replace(0, time.monotonic() + 20)
+                assert connection.address == expected
+                assert connection.fetched_bytes == (0 if expected == own.address else size)
+                own.process.kill()
+                own.process.wait()
+            connection.close()
+            spare.process.kill()
+            spare.process.wait()
+            with pytest.raises(WorkerUnavailableError):  # not that the last one has no room
+                cluster.replace(0, time.monotonic())
 
 
 def test_taking_bytes_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from duckllm.cluster.base import Cluster
 from duckllm.cluster.connect import Connection
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.config import ClusterConfig
-from duckllm.errors import ClusterError, ConfigError, ModelError, WorkerUnavailableError
+from duckllm.errors import ClusterError, ConfigError, DiskSpaceError, ModelError, WorkerUnavailableError
 
 _log = logging.getLogger("duckllm")
 
@@ -57,12 +57,12 @@ class StaticCluster(Cluster):
         own = self.addresses[worker]
         try:
             return self._prepare(worker, own, deadline, attempt_s)
-        except (ClusterError, ModelError) as error:
+        except (ClusterError, DiskSpaceError, ModelError) as error:
             problem = error
         for address in self.spares:
             try:
                 connection = self._prepare(worker, address, deadline, attempt_s)
-            except (ClusterError, ModelError) as error:
+            except (ClusterError, DiskSpaceError, ModelError) as error:
                 _log.warning("spare: %s", error)
                 continue
             others = tuple(spare for spare in self.spares if spare != address)

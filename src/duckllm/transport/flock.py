@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from duckllm.errors import ClusterError, ModelError, WorkerLostError
+from duckllm.errors import ClusterError, DiskSpaceError, ModelError, WorkerLostError
 from duckllm.transport.transport import Transport
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Flock:
         lost, started = self._transport.address(worker), time.monotonic()
         try:
             connection = self._cluster.replace(worker, deadline)
-        except (ClusterError, ModelError) as problem:
+        except (ClusterError, DiskSpaceError, ModelError) as problem:
             raise self._final(error, f"{problem}") from problem
         self._transport.replace(worker, connection)
         passed_s = time.monotonic() - started
