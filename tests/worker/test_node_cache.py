@@ -10,6 +10,7 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from duckllm import _native
@@ -18,7 +19,8 @@ from duckllm.errors import ConfigError, DiskSpaceError
 from duckllm.worker import fetch, node_cache
 from duckllm.worker.config import WorkerConfig
 from duckllm.worker.node_cache import NodeCache
-from worker_harness import frame, read_frame, worker_channel
+from duckllm.worker.session import Sessions
+from worker_harness import frame, make_model, plan_for, read_frame, worker_channel
 
 SIZE = 1000
 DATA = {hashlib.sha256(bytes([n]) * SIZE).hexdigest(): bytes([n]) * SIZE for n in range(6)}
@@ -56,7 +58,9 @@ def test_the_longest_unused_goes_first_and_what_is_needed_never(tmp_path: Path) 
     for number in range(4):
         put(cache, number)
         os.utime(tmp_path / f"{NAMES[number]}.shard", (1000 + number, 7))
-    assert is_there(cache, 0)  # used now
+    descriptor = cache.open_shard(NAMES[0], SIZE)  # used now, and not read, which the kernel might note
+    assert descriptor is not None
+    os.close(descriptor)
     assert (tmp_path / f"{NAMES[0]}.shard").stat().st_mtime == 7  # the file is the same one
     cache.reserve(need(1, 4))  # 1 is the oldest
     assert there(tmp_path) == {0, 1, 3}
@@ -182,3 +186,24 @@ def test_a_host_that_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(TimeoutError, match=r"no whole piece of layer 3, stripe 5 within 0\.05 s"):
             fetch.receive_shard(channel, shard, SIZE, fetch.new_buffer(), taken.append)
     assert len(taken) == 1
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_plan_that_was_fetched_is_not_prepared_again(tmp_path: Path, cached: bool) -> None:
+    manifest = make_model(tmp_path / "model", layers=[1])
+    plan = replace(plan_for(manifest)[0], folder="")
+    units = np.fromfile(manifest.folder / manifest.expert_layers[1].file, np.uint8)[4096:]
+    units = units.reshape(manifest.num_experts, plan.total_stripes, plan.unit_bytes)
+    shards = [
+        frame(FrameType.SHARD, _native.encode_shard_header(1, stripe, 0) + units[:, stripe].tobytes())
+        for stripe in range(plan.num_stripes)
+    ]
+    folder = tmp_path / "cache" if cached else None
+    sessions = Sessions(WorkerConfig(threads=1, cache=cached, cache_dir=folder), print)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        ours.sendall(b"".join(shards))
+        experts, verified, fetched = sessions._prepare(plan, worker_channel(theirs))
+        assert (verified, fetched) == (0, units.nbytes)
+        assert sessions._prepare(plan, worker_channel(theirs)) == (experts, 0, 0)
