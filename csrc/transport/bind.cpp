@@ -117,7 +117,7 @@ void bind_transport(nb::module_& m) {
           },
           nb::arg("sockets"), nb::kw_only(), nb::arg("hidden_size"), nb::arg("top_k"),
           nb::arg("max_step_tokens"), nb::arg("x_bf16") = false, nb::arg("reply_bf16") = false,
-          nb::arg("step_timeout_ms") = 30'000, nb::arg("submit_timeout_ms") = 500, nb::arg("spin_us") = 0)
+          nb::arg("step_timeout_ms") = 30'000, nb::arg("submit_timeout_ms") = 400, nb::arg("spin_us") = 0)
       .def("submit", &PyTransport::submit, nb::arg("layer"), nb::arg("x").noconvert(),
            nb::arg("topk_ids").noconvert(), nb::arg("topk_weights").noconvert(), nb::arg("lane") = 0,
            "Sends x [T, H] f32, topk_ids [T, K] i32, topk_weights [T, K] f32 to every worker that is not "

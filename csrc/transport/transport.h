@@ -45,7 +45,7 @@ struct TransportConfig {
   ActivationType x_type = ActivationType::kF32;      // of x on the wire
   ActivationType reply_type = ActivationType::kF32;  // of the partial sums on the wire
   int64_t step_timeout_ms = 30'000;
-  int64_t submit_timeout_ms = 500;  // how long submit() waits for full buffers; wait() sends the rest
+  int64_t submit_timeout_ms = 400;  // how long submit() waits for full buffers; wait() sends the rest
   int spin_us = 0;                  // how long wait() reads without sleeping
 };
 

@@ -679,7 +679,7 @@ class Transport:
         x_bf16: bool = False,
         reply_bf16: bool = False,
         step_timeout_ms: int = 30000,
-        submit_timeout_ms: int = 500,
+        submit_timeout_ms: int = 400,
         spin_us: int = 0,
     ) -> None: ...
     def submit(

@@ -74,7 +74,7 @@ class ClusterConfig:
     connect_timeout_s: float = 10.0
     prepare_timeout_s: float = 600.0
     step_timeout_s: float = 30.0
-    worker_silence_s: float = 0.5
+    worker_silence_s: float = 0.4
     worker_timeout_s: float = 30.0
     cluster_token: str | None = None
 

@@ -52,6 +52,7 @@ class FakeCluster:
         self.silent: Callable[[Sequence[int]], list[int]] = lambda workers: []
         self.lose_next: list[tuple[int, str]] = []
         self.replaced: list[int] = []
+        self.were_silent: list[bool] = []
         self.problem: BaseException | None = None
         self.threads: list[threading.Thread] = []
 
@@ -63,7 +64,8 @@ class FakeCluster:
         assert timeout_s > 0
         return self.silent(workers)
 
-    def replace(self, worker: int, deadline: float) -> FakeConnection:
+    def replace(self, worker: int, deadline: float, *, is_silent: bool) -> FakeConnection:
+        self.were_silent.append(is_silent)
         if self.problem is not None:
             raise self.problem
         self.replaced.append(worker)
@@ -143,7 +145,7 @@ def test_a_silent_worker_that_lives_is_waited_for_and_one_that_does_not_is_repla
         def find(workers: Sequence[int]) -> list[int]:
             asked.append(tuple(workers))
             if len(asked) == 3:
-                cluster.start(1, ends[1])
+                cluster.start(1, ends[1].dup())
             return []
 
         cluster.silent = find
@@ -151,9 +153,10 @@ def test_a_silent_worker_that_lives_is_waited_for_and_one_that_does_not_is_repla
         assert asked[:3] == [(1,)] * 3
         assert cluster.replaced == []
     with flock_of_three(silence_s=0.02, worker1=(-1, "")) as (flock, cluster, _, ends):
-        cluster.silent = lambda workers: [worker for worker in workers if worker == 1]
+        cluster.silent = lambda workers: [1] if 1 in workers and not cluster.replaced else []
+        cluster.lose_next = [(3, MOMENTS[1])]
         assert run_two_lanes(flock) == undisturbed
-        assert cluster.replaced == [1]
+        assert (cluster.replaced, cluster.were_silent) == ([1, 1], [True, False])
 
 
 def test_who_does_not_come_back_fails_the_step_and_nothing_after_it(undisturbed: list[bytes]) -> None:
@@ -197,6 +200,6 @@ def test_ctrl_c_while_a_step_is_waited_for(undisturbed: list[bytes]) -> None:
         with pytest.raises(KeyboardInterrupt):
             run_two_lanes(flock)
         timer.join()
-        cluster.start(1, ends[1])
+        cluster.start(1, ends[1].dup())
         assert run_two_lanes(flock) == undisturbed
         assert cluster.replaced == []

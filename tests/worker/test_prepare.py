@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from duckllm.cluster.connect import Connection
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.errors import (
     CheckpointError,
     ModelNotFoundError,
     ProtocolError,
     WeightHashError,
+    WorkerLostError,
     WorkerUnavailableError,
 )
 from duckllm.weights.manifest import Manifest
@@ -176,6 +178,32 @@ def test_busy_while_a_session_is_active(worker: WorkerProcess, model: Manifest) 
         got = transport.wait(transport.submit(step.layer, step.x, step.topk_ids, step.topk_weights))
         np.testing.assert_array_equal(got, expected_sum(model, [plan], step))
     check_serves(worker, model)
+
+
+def test_a_host_that_comes_again_ends_its_older_visit(tmp_path: Path, model: Manifest) -> None:
+    (plan,) = plan_for(model)
+    step = make_step(model, 1)
+    with running_worker(tmp_path) as worker:
+        # Neither closes its connection, as if a link were down.
+        visits = [Connection(worker.address, None, 20, "one host") for _ in range(2)]
+        for visit in visits:
+            visit.send_plan(plan)
+            visit.wait_ready(20)
+        with open_transport(visits[:1]) as lost, open_transport(visits[1:]) as transport:
+            for _ in range(2):
+                got = transport.wait(transport.submit(step.layer, step.x, step.topk_ids, step.topk_weights))
+                np.testing.assert_array_equal(got, expected_sum(model, [plan], step))
+            with pytest.raises(WorkerLostError):
+                lost.wait(lost.submit(step.layer, step.x, step.topk_ids, step.topk_weights))
+            # Another host, or one that does not say who it is, does not.
+            for session in ("another host", ""):
+                stranger = Connection(worker.address, None, 20, session)
+                stranger.send_plan(plan)
+                with pytest.raises(WorkerUnavailableError, match="busy: this worker serves"):
+                    stranger.wait_ready(20)
+                stranger.close()
+            got = transport.wait(transport.submit(step.layer, step.x, step.topk_ids, step.topk_weights))
+            np.testing.assert_array_equal(got, expected_sum(model, [plan], step))
 
 
 def test_a_host_that_leaves_without_close_frees_the_worker(worker: WorkerProcess, model: Manifest) -> None:

@@ -21,7 +21,7 @@ from duckllm.cluster.plan import WorkerPlan
 from duckllm.config import ClusterConfig
 from duckllm.errors import ConfigError, ModelNotFoundError, WorkerUnavailableError
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # between two attempts to bring a worker back
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.25  # between two attempts to bring a worker back
 _log = logging.getLogger("duckllm")
 
 
@@ -108,12 +108,13 @@ class Cluster(ABC):
         ends = {worker: self._ends[worker] for worker in workers}
         return find_silent(ends, self._token is not None, timeout_s)
 
-    def replace(self, worker: int, deadline: float) -> Connection:
+    def replace(self, worker: int, deadline: float, *, is_silent: bool = False) -> Connection:
         """A new connection in the place of a worker whose last one is closed, prepared with the same slice.
 
         Args:
             worker: Its index; slices and the order of sums stay as they are.
             deadline: Until when it is tried again (time.monotonic() seconds).
+            is_silent: Whether it gave no sign of life, so that another is tried first where there is one.
 
         Raises:
             ClusterError: Nobody was there by then; or what was there is not to be waited for.
@@ -124,7 +125,7 @@ class Cluster(ABC):
             try:
                 left_s = max(deadline - time.monotonic(), _FIRST_PAUSE_S)
                 attempt_s = min(limit_s, self.config.connect_timeout_s, left_s)
-                connection = self._bring_back(worker, deadline, attempt_s)
+                connection = self._bring_back(worker, deadline, attempt_s, is_silent=is_silent)
                 break
             except (WorkerUnavailableError, ModelNotFoundError):  # its disk may be on the way
                 if time.monotonic() + pause_s >= deadline:
@@ -143,13 +144,14 @@ class Cluster(ABC):
         return connection
 
     @abstractmethod
-    def _bring_back(self, worker: int, deadline: float, attempt_s: float) -> Connection:
+    def _bring_back(self, worker: int, deadline: float, attempt_s: float, *, is_silent: bool) -> Connection:
         """One attempt of :meth:`replace`.
 
         Args:
             worker: Its index.
             deadline: Until when whoever is there may prepare.
             attempt_s: Limit for connecting and for each answer before the plan, seconds.
+            is_silent: As for :meth:`replace`.
 
         Raises:
             WorkerUnavailableError: Nobody is there; it will be tried again.

@@ -109,7 +109,7 @@ class LocalCluster(Cluster):
         super().close()
         self._stop_children()
 
-    def _bring_back(self, worker: int, deadline: float, attempt_s: float) -> Connection:
+    def _bring_back(self, worker: int, deadline: float, attempt_s: float, *, is_silent: bool) -> Connection:
         assert self._token is not None
         child = self._children[worker]
         # One that is still starting, or preparing, since the last attempt gets on with it.

@@ -5,12 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from duckllm.cluster.address import parse_address
+from duckllm.cluster.address import Address, parse_address
 from duckllm.cluster.base import Cluster
 from duckllm.cluster.connect import Connection
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.config import ClusterConfig
-from duckllm.errors import ClusterError, ConfigError, DiskSpaceError, ModelError, WorkerUnavailableError
+from duckllm.errors import (
+    ClusterError,
+    ConfigError,
+    DiskSpaceError,
+    DuckError,
+    ModelError,
+    WorkerUnavailableError,
+)
 
 _log = logging.getLogger("duckllm")
 
@@ -18,8 +25,9 @@ _log = logging.getLogger("duckllm")
 class StaticCluster(Cluster):
     """The workers at ``config.addresses``, of which the last ``config.spares`` wait; they are left running.
 
-    A lost worker is looked for at its own address, then at the spares'. Whoever takes its place leaves the
-    spares, and the address that was lost goes to their end.
+    A lost worker is looked for at its own address, where it has its weights, then at the spares'; one that
+    gave no sign of life at the spares' first. Whoever takes its place leaves the spares, and the address that
+    was lost goes to their end.
 
     Args:
         config: Must name at least one address, and more than there are spares.
@@ -53,21 +61,19 @@ class StaticCluster(Cluster):
             except ClusterError as error:
                 _log.warning("spare: %s", error)
 
-    def _bring_back(self, worker: int, deadline: float, attempt_s: float) -> Connection:
+    def _bring_back(self, worker: int, deadline: float, attempt_s: float, *, is_silent: bool) -> Connection:
         own = self.addresses[worker]
-        try:
-            return self._prepare(worker, own, deadline, attempt_s)
-        except (ClusterError, DiskSpaceError, ModelError) as error:
-            problem = error
-        for address in self.spares:
+        problems: dict[Address, DuckError] = {}
+        for address in (*self.spares, own) if is_silent else (own, *self.spares):
             try:
                 connection = self._prepare(worker, address, deadline, attempt_s)
             except (ClusterError, DiskSpaceError, ModelError) as error:
-                _log.warning("spare: %s", error)
+                problems[address] = error
                 continue
-            others = tuple(spare for spare in self.spares if spare != address)
-            self.spares = (*others, own)
+            if address != own:
+                self.spares = (*(spare for spare in self.spares if spare != address), own)
             return connection
-        if self.spares and not isinstance(problem, WorkerUnavailableError):
-            raise WorkerUnavailableError(f"{problem}; and no spare") from problem
-        raise problem
+        if self.spares:
+            reasons = "; ".join(str(problem) for problem in problems.values())
+            raise WorkerUnavailableError(reasons) from problems[own]
+        raise problems[own]

@@ -39,6 +39,7 @@ class Flock:
     def __init__(self, transport: Transport, cluster: Cluster, silence_s: float, timeout_s: float) -> None:
         self._transport, self._cluster = transport, cluster
         self._silence_s, self._timeout_s = silence_s, timeout_s
+        self._silent: set[int] = set()  # lost workers that gave no sign of life
 
     def submit(self, layer: int, x: Any, topk_ids: Any, topk_weights: Any, *, lane: int = 0) -> int:
         """As :meth:`Transport.submit`; a worker that is lost is no error before :meth:`wait`."""
@@ -80,15 +81,17 @@ class Flock:
         """
         while late := self._transport.wait_some(ticket, silence_s):
             for worker in self._cluster.find_silent(late, silence_s):
+                self._silent.add(worker)
                 self._transport.drop(worker, f"it gave no sign of life for {2000 * silence_s:.0f} ms")
 
     def _bring_back(self, worker: int, error: WorkerLostError, deadline: float) -> None:
         lost, started = self._transport.address(worker), time.monotonic()
         try:
-            connection = self._cluster.replace(worker, deadline)
+            connection = self._cluster.replace(worker, deadline, is_silent=worker in self._silent)
         except (ClusterError, DiskSpaceError, ModelError) as problem:
             raise self._final(error, f"{problem}") from problem
         self._transport.replace(worker, connection)
+        self._silent.discard(worker)
         passed_s = time.monotonic() - started
         _log.warning("worker %s goes on in place of %s after %.1f s", connection.address, lost, passed_s)
 

@@ -48,7 +48,7 @@ class Transport:
         wire_dtype: str = "f32",
         reply_dtype: str = "f32",
         step_timeout_s: float = 30.0,
-        submit_timeout_s: float = 0.5,
+        submit_timeout_s: float = 0.4,
         spin_us: int = 0,
     ) -> None:
         self._addresses = [str(connection.address) for connection in connections]

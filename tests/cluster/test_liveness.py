@@ -1,0 +1,72 @@
+"""Whether a worker lives, asked on a connection of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from duckllm.cluster.liveness import find_silent
+from duckllm.weights.manifest import Manifest
+from worker_harness import (
+    check_serves,
+    connect,
+    expected_sum,
+    make_step,
+    open_transport,
+    plan_for,
+    running_worker,
+    stop_process,
+)
+
+
+def end_of(port: int) -> tuple[int, tuple[str, int]]:
+    return socket.AF_INET, ("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("has_token", [False, True])
+def test_a_worker_in_a_session_lives_and_a_stopped_one_does_not(
+    tmp_path: Path, model: Manifest, has_token: bool
+) -> None:
+    token = "a secret" if has_token else None
+    (plan,) = plan_for(model)
+    step = make_step(model, 1)
+    with running_worker(tmp_path, token=token) as worker:
+        end = end_of(worker.address.port)
+        with open_transport([connect(worker.address, plan, token=token)]) as transport:
+            for _ in range(12):  # more often than it holds connections
+                assert find_silent({7: end}, has_token, 20) == []
+            assert find_silent({7: end}, not has_token, 20) == []  # refused, so it lives
+            stop_process(worker.pid)
+            assert find_silent({7: end}, has_token, 0.2) == [7]
+            os.kill(worker.pid, signal.SIGCONT)
+            assert find_silent({7: end}, has_token, 20) == []
+            got = transport.wait(transport.submit(step.layer, step.x, step.topk_ids, step.topk_weights))
+            np.testing.assert_array_equal(got, expected_sum(model, [plan], step))
+        check_serves(worker, model, token=token)
+        # A log that says each time that a host left would be nothing but that; only the refusal is said.
+        lines = worker.log().splitlines()
+        assert len([line for line in lines if "closed the connection" in line]) == 0
+        assert len([line for line in lines if "refused" in line]) == 1
+
+
+def test_several_are_asked_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute, socket.create_server(("127.0.0.1", 0)) as gone:
+        nobody = gone.getsockname()[1]
+        gone.close()
+        ends = {3: end_of(mute.getsockname()[1]), 1: end_of(nobody), 4: end_of(nobody)}
+        assert find_silent(ends, False, 0.2) == [1, 3, 4]
+        assert find_silent({}, False, 0.2) == []
+
+
+def test_the_end_of_a_connection_is_no_sign_of_life() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closing, ThreadPoolExecutor() as pool:
+        closing.settimeout(20)
+        silent = pool.submit(find_silent, {2: end_of(closing.getsockname()[1])}, False, 20)
+        closing.accept()[0].close()
+        assert silent.result(20) == [2]
