@@ -160,7 +160,7 @@ def test_a_silent_worker_that_lives_is_waited_for_and_one_that_does_not_is_repla
 
 
 def test_who_does_not_come_back_fails_the_step_and_nothing_after_it(undisturbed: list[bytes]) -> None:
-    with flock_of_three(worker2=(3, MOMENTS[1])) as (flock, cluster, _, _):
+    with flock_of_three(worker2=(3, MOMENTS[1])) as (flock, cluster, transport, _):
         cluster.problem = WorkerUnavailableError("worker 127.0.0.1:3 is not available: gone fishing")
         with pytest.raises(WorkerLostError) as caught:
             run_two_lanes(flock)
@@ -168,6 +168,9 @@ def test_who_does_not_come_back_fails_the_step_and_nothing_after_it(undisturbed:
         assert caught.value.reason.endswith(
             "nothing took its place in time: worker 127.0.0.1:3 is not available: gone fishing"
         )
+        for ticket in (3, 4):  # of the lane that waited, and of the other one
+            with pytest.raises(ValueError, match="expected one that is in flight"):
+                transport.wait(ticket)
         with pytest.raises(WorkerLostError) as again:
             run_two_lanes(flock)
         assert again.value.layer == 0
