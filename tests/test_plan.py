@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from duckllm.engine.cache_size import GIB, HOST_PROCESS_BYTES, WORKER_PROCESS_BYTES
+from duckllm.engine.cache_size import GIB, HOST_PROCESS_BYTES
 from duckllm.errors import ConfigError
 from duckllm.models.inspection import Inspection, inspect_model
-from duckllm.plan import SYSTEM_BYTES, ClusterPlan, fewest_nodes, plan_cluster
+from duckllm.moe.fit import WORKER_PROCESS_BYTES, Node
+from duckllm.plan import SYSTEM_BYTES, ClusterPlan, fewest_nodes, plan_cluster, plan_on
 
 ROOT = Path(__file__).parents[1]
 STRIPES = 8  # of the demo model
@@ -35,10 +36,29 @@ def test_slices_cover_every_stripe_once(model: Inspection) -> None:
     ]
 
 
-def test_shares_follow_what_nodes_have_left(model: Inspection) -> None:
-    made = plan(model, SYSTEM_BYTES + GIB, SYSTEM_BYTES + 3 * GIB)
+def test_what_a_node_has_no_memory_for_goes_to_others(model: Inspection) -> None:
+    room = plan(model, 4 * GIB).sizes.need_bytes(2)
+    made = plan(model, SYSTEM_BYTES + room, SYSTEM_BYTES + 3 * GIB)
     assert [node.num_stripes for node in made.nodes] == [2, 6]
-    assert [node.have_bytes for node in made.nodes] == [GIB, 3 * GIB]
+    assert [node.have_bytes for node in made.nodes] == [room, 3 * GIB]
+    assert made.fits
+    assert [node.num_stripes for node in plan(model, SYSTEM_BYTES + GIB, 4 * GIB).nodes] == [4, 4]
+
+
+def test_the_ceiling_is_the_slowest_nodes_and_the_hosts(model: Inspection) -> None:
+    nodes = [Node("a", None, 10.0, "avx2", 50.0), Node("b", None, 40.0, "avx512", 20.0)]
+    made = plan_on(model, nodes, **REST, host_gb_per_s=20.0)
+    assert [node.num_stripes for node in made.nodes] == [1, 7]
+    unit_bytes, top_k = 13_888, 4  # docs/performance.md, section 3
+    times = [1 * top_k * unit_bytes / 10e3 + 50.0, 7 * top_k * unit_bytes / 40e3 + 20.0]
+    assert [node.step_us for node in made.nodes] == pytest.approx(times)
+    assert made.step_us == pytest.approx(max(times))
+    assert made.host_read_bytes == sum(part.read_bytes for part in model.parts)
+    assert made.host_us == pytest.approx(made.host_read_bytes / 20e3)
+    assert made.ceiling_tokens_per_s == pytest.approx(1e6 / (made.host_us + 5 * max(times)))
+    alone = plan_on(model, nodes, **REST)
+    assert alone.ceiling_tokens_per_s == pytest.approx(1e6 / (5 * max(times)))
+    assert plan_on(model, [*nodes, Node("c")], **REST).ceiling_tokens_per_s is None
 
 
 def test_what_a_worker_needs_is_all_counted(model: Inspection) -> None:

@@ -233,6 +233,8 @@ def running_worker(
         "1",
         *flags,
     ]
+    if "--speed" not in flags:
+        command += ["--speed", "0"]
     if "--listen" not in flags:
         command += ["--listen", "127.0.0.1:0"]
     with (

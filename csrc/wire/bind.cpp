@@ -34,6 +34,7 @@ void bind_wire(nb::module_& m) {
   m.attr("NONCE_BYTES") = kNonceBytes;
   m.attr("SHARD_HEADER_BYTES") = kShardHeaderBytes;
   m.attr("MAX_SHARD_PIECE_BYTES") = kMaxShardPieceBytes;
+  m.attr("MAX_PING_BYTES") = kMaxPingBytes;
 
   nb::enum_<FrameType>(m, "FrameType", "Types of frames, see docs/wire-format.md.")
       .value("AUTH_OPEN", FrameType::kAuthOpen)
@@ -47,7 +48,8 @@ void bind_wire(nb::module_& m) {
       .value("STEP_REPLY", FrameType::kStepReply)
       .value("CLOSE", FrameType::kClose)
       .value("FETCH", FrameType::kFetch)
-      .value("SHARD", FrameType::kShard);
+      .value("SHARD", FrameType::kShard)
+      .value("PING", FrameType::kPing);
   nb::enum_<ErrorCode>(m, "ErrorCode", "What an ERROR frame is about.")
       .value("PROTOCOL", ErrorCode::kProtocol)
       .value("VERSION", ErrorCode::kVersion)

@@ -58,9 +58,11 @@ PayloadLimits payload_limits(FrameType type) {
       return {2, 4u << 20};
     case FrameType::kShard:
       return {kShardHeaderBytes + 1, kShardHeaderBytes + kMaxShardPieceBytes};
+    case FrameType::kPing:
+      return {0, kMaxPingBytes};
   }
   throw WireError(ErrorCode::kProtocol, "frame type: got " + std::to_string(static_cast<uint32_t>(type)) +
-                                            ", expected one of 1 to 12");
+                                            ", expected one of 1 to 13");
 }
 
 const char* frame_type_name(FrameType type) {
@@ -89,6 +91,8 @@ const char* frame_type_name(FrameType type) {
       return "FETCH";
     case FrameType::kShard:
       return "SHARD";
+    case FrameType::kPing:
+      return "PING";
   }
   return "unknown";
 }

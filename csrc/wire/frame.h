@@ -24,6 +24,7 @@ inline constexpr size_t kErrorCodeBytes = 4;
 inline constexpr size_t kMaxErrorTextBytes = 4092;
 inline constexpr size_t kShardHeaderBytes = 16;
 inline constexpr size_t kMaxShardPieceBytes = 1u << 20;  // of a shard, in one frame
+inline constexpr size_t kMaxPingBytes = 1u << 20;
 
 enum class FrameType : uint16_t {
   kAuthOpen = 1,       // host: whether it has a token, and its nonce
@@ -38,6 +39,7 @@ enum class FrameType : uint16_t {
   kClose = 10,         // host: the session is over
   kFetch = 11,         // worker: which shards of its plan it lacks, JSON
   kShard = 12,         // host: a piece of one of them
+  kPing = 13,          // both, host first, between HELLO and PREPARE: echoed as it is
 };
 
 enum class ErrorCode : uint32_t {

@@ -562,6 +562,8 @@ SHARD_HEADER_BYTES: int = 16
 
 MAX_SHARD_PIECE_BYTES: int = 1048576
 
+MAX_PING_BYTES: int = 1048576
+
 class FrameType(enum.Enum):
     """Types of frames, see docs/wire-format.md."""
 
@@ -588,6 +590,8 @@ class FrameType(enum.Enum):
     FETCH = 11
 
     SHARD = 12
+
+    PING = 13
 
 class ErrorCode(enum.Enum):
     """What an ERROR frame is about."""

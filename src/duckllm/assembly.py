@@ -7,7 +7,7 @@ without torch; while they prepare, the host's half is imported, and torch with i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +18,19 @@ from duckllm.config import ClusterConfig, StepConfig, available_cores, total_mem
 from duckllm.engine.cache_size import HostMemory, host_needs, plan_host
 from duckllm.errors import CheckpointError, ConfigError, InWords
 from duckllm.models.registry import ModelFolder, load_config, load_draft_layer, load_model
-from duckllm.moe.placement import plan_workers
+from duckllm.moe.fit import ExpertSizes, check_fits, nodes_of, place_slices, plan_nodes
+from duckllm.moe.placement import Slice, plan_slices, plan_workers
 from duckllm.prefill import check_prefill, select_isa
 from duckllm.transport.transport import Transport
 
 if TYPE_CHECKING:
     from duckllm.cluster.base import Cluster
+    from duckllm.cluster.connect import WorkerInfo
     from duckllm.engine.engine import Engine
     from duckllm.moe.executor import ExpertExecutor
     from duckllm.text import Tokenizer
     from duckllm.weights.host_tensors import HostTensors
+    from duckllm.weights.manifest import Manifest
 
 # Host weights a token reads, in elements, above which a second torch thread pays for its start.
 _ONE_THREAD_ELEMENTS = 30_000_000
@@ -42,6 +45,7 @@ class ClusterInfo:
         weight_format: Format that the experts are computed in; several, with a plus, where workers differ.
         isas: Instruction set of each worker, in worker order, or of this process; with a plus, the bf16
             multipliers where prefill uses them.
+        stripes: Stripes of each worker, in worker order.
         addresses: Address of each worker, in worker order.
         pids: Process id of each worker on its node, in worker order.
     """
@@ -49,6 +53,7 @@ class ClusterInfo:
     num_workers: int
     weight_format: str
     isas: tuple[str, ...]
+    stripes: tuple[int, ...] = ()
     addresses: tuple[str, ...] = ()
     pids: tuple[int, ...] = ()
 
@@ -95,19 +100,52 @@ def begin_workers(
     """
     if not config.addresses:
         check_prefill(config.prefill, select_isa())
+    num_workers = config.num_workers
     # Before the processes start, as it refuses more workers than there are stripes.
+    asked = None if isinstance(config.shares, str) else config.shares
+    slices = plan_slices(model.manifest.num_stripes, num_workers, asked)
+    num_layers = model.num_layers + drafts(model, step_config)
+    cluster = stack.enter_context(open_cluster(config))
+    if config.addresses:  # workers started here are all alike, and their memory is this machine's
+        slices = place_experts(model.manifest, cluster.greet(), config, num_layers)
     plans = plan_workers(
         model.manifest,
-        config.num_workers,
+        num_workers,
         max_step_tokens=config.max_step_tokens,
         wire_dtype=config.wire_dtype,
         reply_dtype=config.reply_dtype,
         weight_format=config.weight_format,
-        num_layers=model.num_layers + drafts(model, step_config),
+        slices=slices,
+        num_layers=num_layers,
     )
-    cluster = stack.enter_context(open_cluster(config))
     cluster.begin(plans)
     return cluster
+
+
+def place_experts(
+    manifest: Manifest, workers: Sequence[WorkerInfo], config: ClusterConfig, num_layers: int
+) -> tuple[Slice, ...]:
+    """Each worker's slice, by what the workers say of themselves.
+
+    Raises:
+        PlacementError: They have too little memory.
+        ConfigError: More workers than stripes, or shares that are none.
+    """
+    sizes = ExpertSizes(
+        manifest.hidden_size,
+        manifest.moe_intermediate_size,
+        manifest.num_experts,
+        manifest.num_experts_per_tok,
+        manifest.num_stripes,
+        sum(layer < num_layers for layer in manifest.expert_layers),
+        manifest.format if config.weight_format == "auto" else config.weight_format,
+        manifest.scale_layout,
+        config.max_step_tokens,
+    )
+    nodes = nodes_of(workers)
+    slices = place_slices(sizes, nodes, config.shares)
+    check_fits(sizes, plan_nodes(sizes, nodes, slices))
+    return slices
 
 
 def build_engine(
@@ -279,6 +317,7 @@ def _describe_workers(cluster: Cluster) -> ClusterInfo:
         len(workers),
         "+".join(sorted({worker.weight_format for worker in workers})),
         tuple(worker.isa for worker in workers),
+        tuple(worker.num_stripes for worker in workers),
         tuple(worker.address for worker in workers),
         tuple(worker.pid for worker in workers),
     )

@@ -23,6 +23,8 @@ MAX_WORKERS = 1024
 MAX_THREADS = 1024
 MAX_STEP_TOKENS = 65536
 MAX_TIMEOUT_S = 1_000_000
+SHARES = ("auto", "even")  # or numbers
+MAX_SHARE = 1_000_000
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,3})?)\s*([KMGT](?:i?B)?)?B?", re.IGNORECASE)
 
 
@@ -45,6 +47,9 @@ class ClusterConfig:
             ``"f32"``, or ``"bf16"``, which rounds activations and needs a CPU with AVX512-BF16 or AMX-BF16. A
             worker elsewhere decides by its own ``--prefill``.
         max_step_tokens: Most tokens in one step.
+        shares: How the experts are shared out: ``"even"``, a number for each worker, or ``"auto"``, by the
+            speeds that workers at addresses say, where they differ by more than 15 %, and in any case bounded
+            by their memory.
         share_folder: Whether workers may open the host's model folder by its path, where they find it; else
             they use their own, their node's cache, or what the host sends them.
         spares: Workers that wait to take a lost one's place: so many more are started here, or the last of
@@ -69,6 +74,7 @@ class ClusterConfig:
     weight_format: str = "auto"
     prefill: str = "f32"
     max_step_tokens: int = 256
+    shares: str | tuple[float, ...] = "auto"
     share_folder: bool = True
     spares: int = 0
     connect_timeout_s: float = 10.0
@@ -103,6 +109,7 @@ class ClusterConfig:
             value = getattr(self, field)
             if not isinstance(value, str) or value not in known:
                 raise ConfigError(field, value, "one of " + ", ".join(known))
+        self._check_shares()
         for field in (
             *("connect_timeout_s", "prepare_timeout_s", "step_timeout_s"),
             *("worker_silence_s", "worker_timeout_s"),
@@ -121,6 +128,17 @@ class ClusterConfig:
     def num_workers(self) -> int:
         """W, spares aside."""
         return len(self.addresses) - self.spares if self.addresses else self.workers
+
+    def _check_shares(self) -> None:
+        if isinstance(self.shares, str):
+            good = self.shares in SHARES
+        else:
+            good = type(self.shares) is tuple and all(
+                type(share) in (int, float) and 0 < share <= MAX_SHARE for share in self.shares
+            )
+        if not good:
+            expected = f"auto, even, or a number for each worker, above 0 and at most {MAX_SHARE}"
+            raise ConfigError("shares", self.shares, expected)
 
 
 @dataclass(frozen=True)

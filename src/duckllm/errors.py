@@ -2,6 +2,7 @@
 
     DuckError
     ├── ConfigError               a value the user gave is missing, of the wrong kind or out of range
+    │   └── PlacementError            the nodes have too little memory; shows the plan's table
     ├── ModelError                a model folder cannot be used
     │   ├── ModelNotFoundError        no such folder, or nothing of a model in it
     │   ├── UnsupportedModelError     an architecture or feature that is not implemented
@@ -74,6 +75,18 @@ class ConfigError(DuckError):
         self.field, self.got, self.expected, self.hint = field, got, expected, hint
         message = f"{field}: got {show_value(got)}, expected {expected}"
         super().__init__(f"{message} ({hint})" if hint else message)
+
+
+class PlacementError(ConfigError):
+    """The nodes have too little memory for their shares of the experts.
+
+    Args:
+        table: Each node, what it would need and what it has, in lines.
+    """
+
+    def __init__(self, field: str, got: object, expected: str, hint: str = "", *, table: str) -> None:
+        super().__init__(field, got, expected, hint)
+        self.table = table
 
 
 class ModelError(DuckError):

@@ -412,6 +412,8 @@ def _cluster_config(workers: Any, options: dict[str, Any]) -> ClusterConfig:
         raise TypeError(
             f"LLM() got unexpected keyword arguments: {', '.join(unknown)}; known: {', '.join(names)}"
         )
+    if isinstance(options.get("shares"), list):
+        options = {**options, "shares": tuple(options["shares"])}
     if isinstance(workers, str):
         workers = [address.strip() for address in workers.split(",")]
     if isinstance(workers, Sequence):

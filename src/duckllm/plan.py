@@ -9,55 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from duckllm.cluster.plan import WorkerPlan
-from duckllm.engine.cache_size import (
-    DEFAULT_MAX_NUM_SEQS,
-    GIB,
-    WORKER_PROCESS_BYTES,
-    HostMemory,
-    host_needs,
-    plan_host,
-)
+from duckllm.engine.cache_size import DEFAULT_MAX_NUM_SEQS, GIB, HostMemory, host_needs, plan_host
 from duckllm.errors import ConfigError, InWords
-from duckllm.models.inspection import Inspection
-from duckllm.moe.placement import plan_slices
-from duckllm.weights.formats import unit_bytes
-from duckllm.worker.scratch import scratch_bytes
+from duckllm.models.inspection import MTP, Inspection
+from duckllm.moe.fit import ExpertSizes, Node, NodePlan, place_slices, plan_nodes
 
 # What a node's system keeps for itself.
 SYSTEM_BYTES = GIB
-# Eight bytes of page table for each page of 4 KiB.
-_PAGES_SHARE = 512
-_THREADS = 4
-
-
-@dataclass(frozen=True)
-class NodePlan:
-    """One worker's share.
-
-    Args:
-        worker: Its number.
-        num_stripes: Stripes of its slice, of every expert.
-        weight_bytes: Its slice.
-        buffer_bytes: Steps' buffers, page tables and the process itself.
-        have_bytes: The node's memory without what its system keeps.
-    """
-
-    worker: int
-    num_stripes: int
-    weight_bytes: int
-    buffer_bytes: int
-    have_bytes: int
-
-    @property
-    def need_bytes(self) -> int:
-        """All that the worker takes."""
-        return self.weight_bytes + self.buffer_bytes
-
-    @property
-    def fits(self) -> bool:
-        """Whether the node has it."""
-        return self.need_bytes <= self.have_bytes
 
 
 @dataclass(frozen=True)
@@ -84,6 +42,10 @@ class ClusterPlan:
         host: The host.
         drafts: Whether the layer that guesses tokens ahead is counted.
         read_bytes: Bytes of experts that one token reads, over all workers.
+        num_moe_layers: Layers with experts that a token passes.
+        host_read_bytes: Bytes of its own weights that the host reads for a token.
+        host_gb_per_s: What the host reads from memory; None where that is unknown.
+        sizes: The experts as they are shared out.
     """
 
     weight_format: str
@@ -91,6 +53,29 @@ class ClusterPlan:
     host: HostPlan
     drafts: bool
     read_bytes: int
+    num_moe_layers: int
+    host_read_bytes: int
+    host_gb_per_s: float | None
+    sizes: ExpertSizes
+
+    @property
+    def step_us(self) -> float | None:
+        """A layer's step of one token at best: the slowest node's; None where a speed is unknown."""
+        times = [node.step_us for node in self.nodes]
+        known = [time for time in times if time is not None]
+        return max(known) if len(known) == len(times) else None
+
+    @property
+    def host_us(self) -> float | None:
+        """Reading the host's own weights for one token; None where its speed is unknown."""
+        return None if self.host_gb_per_s is None else self.host_read_bytes / self.host_gb_per_s / 1e3
+
+    @property
+    def ceiling_tokens_per_s(self) -> float | None:
+        """Tokens a second of one answer at best; without the host's part where its speed is unknown."""
+        if self.step_us is None:
+            return None
+        return 1e6 / ((self.host_us or 0.0) + self.num_moe_layers * self.step_us)
 
     @property
     def fits(self) -> bool:
@@ -108,7 +93,7 @@ def plan_cluster(
     drafts: bool = False,
     host_bytes: int | None = None,
 ) -> ClusterPlan:
-    """The model on nodes of these sizes; shares follow what each node has left for weights.
+    """The model on nodes of these sizes; arguments as :func:`plan_on` has them.
 
     Args:
         model: The model.
@@ -122,25 +107,68 @@ def plan_cluster(
     Raises:
         ConfigError: More nodes than stripes, or no node; or the host does not hold its weights and a context.
     """
-    have = [max(1, size - SYSTEM_BYTES) for size in memory_bytes]
-    slices = plan_slices(model.num_stripes, len(have), None if len(set(have)) == 1 else have)
-    stripe_bytes = model.stripe_bytes(weight_format, drafts=drafts)
-    nodes = tuple(
-        NodePlan(
-            worker,
-            part.num_stripes,
-            part.num_stripes * stripe_bytes,
-            _buffer_bytes(model, part.num_stripes, weight_format, max_step_tokens, drafts),
-            have[worker],
-        )
-        for worker, part in enumerate(slices)
+    nodes = [Node(str(number), max(1, size - SYSTEM_BYTES)) for number, size in enumerate(memory_bytes)]
+    return plan_on(
+        model,
+        nodes,
+        weight_format=weight_format,
+        max_model_len=max_model_len,
+        max_step_tokens=max_step_tokens,
+        drafts=drafts,
+        host_bytes=host_bytes,
+    )
+
+
+def plan_on(
+    model: Inspection,
+    nodes: Sequence[Node],
+    *,
+    weight_format: str,
+    max_model_len: int,
+    max_step_tokens: int,
+    drafts: bool = False,
+    host_bytes: int | None = None,
+    host_gb_per_s: float | None = None,
+    shares: str | Sequence[float] = "auto",
+) -> ClusterPlan:
+    """The model on these nodes, shared out as a start does it.
+
+    Args:
+        model: The model.
+        nodes: The nodes.
+        weight_format: ``"fp9"`` or ``"fp8"``.
+        max_model_len: Most tokens of a context.
+        max_step_tokens: Most tokens in one step.
+        drafts: Whether tokens are guessed ahead, by a layer more.
+        host_bytes: Memory of the host, as it was bought; None where that is open.
+        host_gb_per_s: What the host reads from memory; None where that is open.
+        shares: As in :class:`duckllm.config.ClusterConfig`.
+
+    Raises:
+        ConfigError: More nodes than stripes, or no node; or the host does not hold its weights and a context.
+    """
+    layout = model.layout
+    sizes = ExpertSizes(
+        layout.hidden_size,
+        layout.moe_intermediate_size,
+        layout.num_experts,
+        layout.num_experts_per_tok,
+        model.num_stripes,
+        model.num_moe_layers + drafts,
+        weight_format,
+        model.scale_layout,
+        max_step_tokens,
     )
     return ClusterPlan(
         weight_format,
-        nodes,
+        plan_nodes(sizes, nodes, place_slices(sizes, nodes, shares)),
         _plan_host(model, drafts, max_model_len, host_bytes),
         drafts,
         model.expert_read_bytes(weight_format),
+        model.num_moe_layers,
+        sum(part.read_bytes for part in model.parts if part.name != MTP),
+        host_gb_per_s,
+        sizes,
     )
 
 
@@ -195,27 +223,3 @@ def fewest_nodes(
         InWords(f"{memory_bytes / GIB:.1f} GiB a node"),
         f"at least {need / GIB:.1f} GiB, for one stripe of every expert on each of {model.num_stripes} nodes",
     )
-
-
-def _buffer_bytes(
-    model: Inspection, num_stripes: int, weight_format: str, max_step_tokens: int, drafts: bool
-) -> int:
-    layout = model.layout
-    plan = WorkerPlan(
-        model_hash="",
-        format=weight_format,
-        scale_layout=model.scale_layout,
-        hidden_size=layout.hidden_size,
-        intermediate_size=layout.moe_intermediate_size,
-        num_experts=layout.num_experts,
-        top_k=layout.num_experts_per_tok,
-        total_stripes=model.num_stripes,
-        unit_bytes=unit_bytes(layout.hidden_size, weight_format, model.scale_layout),
-        first_stripe=0,
-        num_stripes=num_stripes,
-        layers=(),
-        folder="",
-        max_step_tokens=max_step_tokens,
-    )
-    tables = num_stripes * model.stripe_bytes(weight_format, drafts=drafts) // _PAGES_SHARE
-    return WORKER_PROCESS_BYTES + tables + scratch_bytes(plan, max_step_tokens, _THREADS)

@@ -21,6 +21,7 @@ class FakeInfo:
     num_workers: int = 2
     weight_format: str = "fp9"
     isas: tuple[str, ...] = ("avx2", "scalar")
+    stripes: tuple[int, ...] = (4, 4)
 
 
 STATS = EngineMetrics(

@@ -102,7 +102,7 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
         "/m --prompt x --workers a:1,b:2,c:3 --wire-dtype bf16 --threads-per-worker 3 --max-model-len 99"
     )
     arguments += " --format fp8 --prefill bf16 --draft stateless --draft-tokens 3 --lanes off"
-    arguments += " --spares 1 --no-share-folder"
+    arguments += " --spares 1 --no-share-folder --shares 1,3"
     sampling = "--temperature 0.5 --top-k 4 --top-p 0.75 --min-p 0.25 --seed 6 --max-tokens 8"
     sampling += " --repetition-penalty 1.25 --stop one --stop two,three"
     done = duckllm("chat", *arguments.split(), *sampling.split(), "--token-file", str(token))
@@ -112,6 +112,7 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
         "prefill": "bf16",
         "threads_per_worker": 3,
         "share_folder": False,
+        "shares": (1.0, 3.0),
         "spares": 1,
         "cluster_token": "secret",
         **CACHE,
@@ -134,12 +135,24 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
     ]
 
 
+def test_uneven_shares_are_told(duckllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeModel, "cluster_info", lambda self: FakeInfo(stripes=(1, 2, 5)))
+    assert duckllm("chat", "--prompt", "x").err == f"{MEMORY}duckllm: stripes of each worker: 1, 2, 5 of 8\n"
+
+
 def test_what_is_not_given_is_the_models_own(duckllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DUCKLLM_CLUSTER_TOKEN", raising=False)
     monkeypatch.setattr(FakeModel, "default_sampling_params", SamplingParams(temperature=0.25, top_k=9))
     done = duckllm("chat", "--prompt", "x", "--max-tokens", "5")
     options = {"wire_dtype": "f32", "weight_format": "auto", "prefill": "f32"}
-    options |= {"threads_per_worker": 0, "share_folder": True, "spares": 0, "cluster_token": None, **CACHE}
+    options |= {
+        "threads_per_worker": 0,
+        "share_folder": True,
+        "spares": 0,
+        "shares": "auto",
+        "cluster_token": None,
+        **CACHE,
+    }
     options |= {"draft": "auto", "draft_tokens": 1, "lanes": "auto"}
     assert done.loaded == [(None, {"workers": 2, **options}, None)]
     assert done.model.params == [SamplingParams(temperature=0.25, top_k=9, max_tokens=5)]

@@ -6,11 +6,13 @@ import json
 import re
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
 from duckllm.cli.main import app
-from duckllm.errors import ConfigError
+from duckllm.errors import AuthenticationError, ConfigError
+from worker_harness import running_worker
 
 
 def run(*arguments: object) -> str:
@@ -53,13 +55,56 @@ def test_plan_finds_the_fewest_nodes(demo_folder: Path) -> None:
     assert (facts["format"], facts["max_model_len"]) == ("fp9", 4096)
 
 
-def test_plan_gives_uneven_nodes_uneven_shares(demo_folder: Path) -> None:
-    facts = json.loads(run("plan", demo_folder, "--memory", "2,4GB", "--format", "fp8", "--json"))
+def test_plan_gives_faster_nodes_more(demo_folder: Path) -> None:
+    arguments = ("plan", demo_folder, "--memory", "2,4GB", "--speed", "10,30", "--format", "fp8")
+    facts = json.loads(run(*arguments, "--json"))
     assert [worker["stripes"] for worker in facts["workers"]] == [2, 6]
+    assert [worker["share"] for worker in facts["workers"]] == [0.25, 0.75]
+    assert facts["step_us"] == facts["workers"][0]["step_us"] > 0
+    for shares, stripes in (("even", [4, 4]), ("3,1", [6, 2])):
+        facts = json.loads(run(*arguments, "--shares", shares, "--json"))
+        assert [worker["stripes"] for worker in facts["workers"]] == stripes
     assert facts["format"] == "fp8"
+    assert [worker["have_bytes"] >> 30 for worker in facts["workers"]] == [1, 3]
     text = run("plan", demo_folder, "--workers", "3", "--memory", "4")
     assert re.search(r"^0 to 1 +3 ", text, re.MULTILINE)
     assert re.search(r"^2 +2 ", text, re.MULTILINE)
+
+
+def test_plan_says_how_fast_and_what_repeats(demo_folder: Path) -> None:
+    options = ("--speed", "20", "--isa", "avx512,avx2", "--round-trip-us", "100")
+    text = run("plan", demo_folder, *options)
+    assert re.search(r"^0 +4 +50.0 % .* 20.0 GB/s  avx512 +111.1 us$", text, re.MULTILINE)
+    assert (
+        "at most 1800.0 tokens a second of one answer: 5 layers of 111.1 us, without the host's own" in text
+    )
+    assert (
+        "avx2 and avx512, which round differently: an answer repeats bit for bit only with the same" in text
+    )
+    text = run("plan", demo_folder, "--speed", "20", "--isa", "avx2", "--host-speed", "30")
+    assert "without round trips, and the host's own weights, 0.007 GB" in text
+    assert "round differently" not in text
+
+
+def test_plan_asks_running_workers(demo_folder: Path, tmp_path: Path) -> None:
+    with (
+        running_worker(tmp_path, "--speed", "12.5", token="t") as first,
+        running_worker(tmp_path, "--speed", "37.5", token="t", DUCK_FORCE_ISA="scalar") as second,
+    ):
+        (tmp_path / "token").write_text("t")
+        (tmp_path / "token").chmod(0o600)
+        addresses = f"{first.address},{second.address}"
+        rest = ("--workers", addresses, "--token-file", tmp_path / "token", "--host-speed", "20", "--json")
+        facts = json.loads(run("plan", demo_folder, *rest))
+        with pytest.raises(AuthenticationError, match="this worker has one and the host has none"):
+            run("plan", demo_folder, "--workers", addresses)
+    rows = facts["workers"]
+    assert [(row["stripes"], row["read_gb_per_s"]) for row in rows] == [(2, 12.5), (6, 37.5)]
+    assert [row["node"] for row in rows] == [str(first.address), str(second.address)]
+    assert rows[1]["isa"] == "scalar"
+    assert 0 < rows[0]["have_bytes"] < psutil.virtual_memory().total
+    for row in rows:
+        assert row["step_us"] > row["round_trip_us"] > 1
 
 
 def test_plan_sizes_the_hosts_cache_as_a_start_does(demo_folder: Path) -> None:
@@ -79,8 +124,11 @@ def test_plan_that_does_not_fit_shows_its_table_and_is_refused(demo_folder: Path
     result = CliRunner().invoke(app, ["plan", str(demo_folder), "--workers", "2", "--memory", "1.01"])
     assert isinstance(result.exception, ConfigError)
     assert "too little" in result.stdout
-    assert "memory: got 1.01 GiB, expected at least 1." in str(result.exception)
-    assert "on each of 2 nodes, or more nodes (it is too little on 2 of 2)" in str(result.exception)
+    assert (
+        "memory: got 0.02 GiB on 2 of 2 nodes (0, 1), expected at least 0.12 GiB there, or more nodes"
+        in str(result.exception)
+    )
+    assert "hold 0 of 8 stripes; a node that holds none must be left out" in str(result.exception)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +142,19 @@ def test_plan_that_does_not_fit_shows_its_table_and_is_refused(demo_folder: Path
             "workers: got 3, expected 2, as memory lists",
         ),
         (["--workers", "0"], "workers: got 0, expected a number from 1 to 1024"),
+        (["--speed", "0"], "speed: got '0', expected GB/s of a node, or of each"),
+        (["--speed", "9,x"], "speed: got '9,x'"),
+        (["--speed", "9,9", "--memory", "4,4,4"], "workers: got 3, expected 2, as speed lists as many nodes"),
+        (["--isa", "sse"], "isa: got 'sse', expected of a node, or of each: scalar, avx2, avx512"),
+        (["--shares", "some"], "shares: got 'some', expected auto, even, or a number for each worker: 1,2,4"),
+        (["--workers", "2", "--shares", "1,2,3"], "shares: got [1.0, 2.0, 3.0], expected 2 numbers above 0"),
+        (
+            ["--workers", "a:1", "--memory", "4"],
+            "memory: got '4', expected nothing with workers at addresses",
+        ),
+        (["--host-speed", "0"], "host_speed: got 0.0, expected GB/s of the host, above 0"),
         (["--workers", "9"], "workers: got 9, expected 1 to 8"),
-        (["--workers", "999999999999"], "workers: got 999999999999, expected a number from 1 to 1024"),
+        (["--workers", "999999999999"], "workers: got '999999999999', expected a number of at least 0, or"),
         (["--max-step-tokens", "65537"], "max_step_tokens: got 65537, expected a number from 1 to 65536"),
         (["--format", "int4"], "format: got 'int4', expected one of fp9, fp8"),
         (["--max-model-len", "9999"], "max_model_len: got 9999, expected 1 to 4096, the model's longest"),

@@ -26,6 +26,7 @@ from duckllm.errors import (
     WeightHashError,
     WorkerUnavailableError,
 )
+from duckllm.moe.placement import plan_slices
 from duckllm.weights import console
 from duckllm.weights.manifest import Manifest
 from worker_harness import (
@@ -107,7 +108,7 @@ def test_another_split_takes_what_is_there(tmp_path: Path) -> None:
     manifest = make_model(tmp_path / "model")
     size = shard_bytes(manifest)
     with running_worker(tmp_path) as worker:
-        first, second = plan_for(manifest, 2, shares=[5, 2])
+        first, second = plan_for(manifest, 2, slices=plan_slices(manifest.num_stripes, 2, [5, 2]))
         assert check_step(manifest, [first], [worker]) == [(10 * size, 0)]
         assert check_step(manifest, [first], [worker]) == [(0, 0)]
         whole, end = plan_for(manifest)[0], plan_for(manifest, 3)[2]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from duckllm.cluster.plan import WorkerPlan
@@ -115,3 +116,29 @@ def test_a_wrong_plan_is_refused(tmp_path: Path, change: Any, sentence: str) -> 
 def test_plans_differ_by_slice_only(tmp_path: Path) -> None:
     first, second = plan_workers(make_model(tmp_path / "model"), 2, max_step_tokens=4)
     assert replace(second, first_stripe=0, num_stripes=4, layers=first.layers) == first
+
+
+@pytest.mark.parametrize("num_stripes", [7, 8, 13, 128])
+@pytest.mark.parametrize("speeds", [(1, 2, 4), (1, 2, 4, 1, 2, 4, 4), (17.5, 35), (9, 9.5, 30, 11)])
+def test_shares_by_speed_are_within_a_stripe(num_stripes: int, speeds: tuple[float, ...]) -> None:
+    slices = plan_slices(num_stripes, len(speeds), speeds)
+    assert sum(part.num_stripes for part in slices) == num_stripes
+    for part, speed in zip(slices, speeds, strict=True):
+        quota = num_stripes * speed / sum(speeds)
+        assert abs(part.num_stripes - quota) < 1 or part.num_stripes == 1
+
+
+def test_no_other_division_has_a_faster_slowest_worker() -> None:
+    generator = np.random.default_rng(7)
+    for _ in range(60):
+        stripes, speeds = int(generator.integers(3, 14)), generator.uniform(1, 9, 3)
+        most = generator.integers(stripes // 3 + 1, stripes + 1, 3)
+        got = [part.num_stripes for part in plan_slices(stripes, 3, list(speeds), list(most))]
+        assert all(1 <= size <= limit for size, limit in zip(got, most, strict=True))
+        best = min(
+            max(size / speed for size, speed in zip((a, b, stripes - a - b), speeds, strict=True))
+            for a in range(1, min(most[0], stripes - 2) + 1)
+            for b in range(1, min(most[1], stripes - a - 1) + 1)
+            if stripes - a - b <= most[2]
+        )
+        assert max(size / speed for size, speed in zip(got, speeds, strict=True)) == best

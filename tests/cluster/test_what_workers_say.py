@@ -54,6 +54,13 @@ def test_a_connection_that_is_reset_at_once(monkeypatch: pytest.MonkeyPatch) -> 
         ("pid", -1, "got -1, expected a whole number from 0"),
         ("pid", True, "got True, expected a whole number from 0"),
         ("memory_bytes", 1 << 63, "got 9223372036854775808, expected a whole number from 0"),
+        ("available_bytes", -1, "got -1, expected a whole number from 0"),
+        ("read_gb_per_s", -0.5, "got -0.5, expected a number from 0 to 1e+06"),
+        ("read_gb_per_s", float("nan"), "got nan, expected a number from 0 to 1e+06"),
+        ("read_gb_per_s", 10**400, "got 1000"),
+        ("read_gb_per_s", True, "got True, expected a number"),
+        ("unix_time_s", "now", "got 'now', expected a number from 0 to 1e+11"),
+        ("unix_time_s", float("inf"), "got inf, expected a number from 0 to 1e+11"),
     ],
 )
 def test_a_fact_that_is_none_is_refused(fact: str, value: Any, words: str) -> None:

@@ -18,6 +18,7 @@ RANGES = {
     FrameType.STEP_REPLY: (16, 1 << 30),
     FrameType.FETCH: (2, 4 << 20),
     FrameType.SHARD: (17, (1 << 20) + 16),
+    FrameType.PING: (0, 1 << 20),
 }
 
 
@@ -30,7 +31,7 @@ def test_frame_header() -> None:
 def test_type_numbers() -> None:
     names = (
         "AUTH_OPEN AUTH_CHALLENGE AUTH_PROOF HELLO PREPARE READY ERROR STEP_REQUEST STEP_REPLY CLOSE "
-        "FETCH SHARD"
+        "FETCH SHARD PING"
     )
     assert {kind.name: kind.value for kind in FrameType} == {n: i + 1 for i, n in enumerate(names.split())}
     names = (
@@ -111,7 +112,7 @@ GOOD = _native.encode_frame_header(FrameType.CLOSE, 0, 7)
         (4, b"\1", ErrorCode.VERSION, "protocol version: got 1, expected 2"),
         (5, b"\1", ErrorCode.VERSION, "protocol version: got 258, expected 2"),
         (6, b"\0", ErrorCode.PROTOCOL, "frame type: got 0"),
-        (6, b"\x0d", ErrorCode.PROTOCOL, "frame type: got 13"),
+        (6, b"\x0e", ErrorCode.PROTOCOL, "frame type: got 14"),
         (7, b"\1", ErrorCode.PROTOCOL, "frame type: got 266"),
         (8, b"\1", ErrorCode.PROTOCOL, "CLOSE payload bytes: got 1, expected 0"),
         (12, b"\1", ErrorCode.PROTOCOL, "reserved bytes: got 1, expected 0"),

@@ -10,6 +10,7 @@ import pytest
 
 from duckllm import _native
 from duckllm._native import FrameType
+from duckllm.moe.placement import plan_slices
 from duckllm.weights.manifest import Manifest
 from worker_harness import (
     WorkerProcess,
@@ -59,7 +60,7 @@ def test_one_worker(worker: WorkerProcess, model: Manifest, num_tokens: int, lay
 def test_three_workers_and_several_steps_in_flight(
     tmp_path: Path, model: Manifest, shares: tuple[int, ...] | None
 ) -> None:
-    plans = plan_for(model, 3, shares=shares)
+    plans = plan_for(model, 3, slices=plan_slices(model.num_stripes, 3, shares))
     steps = [make_step(model, 1 + seed % 8, layer=(1, 3)[seed % 2], seed=seed) for seed in range(12)]
     with ExitStack() as stack:
         workers = [stack.enter_context(running_worker(tmp_path)) for _ in plans]

@@ -21,6 +21,8 @@ from duckllm.cli.common import (
     Waiting,
     describe_ending,
     describe_facts,
+    describe_shares,
+    parse_shares,
     parse_workers,
     tell,
 )
@@ -150,6 +152,13 @@ def chat(
     threads_per_worker: Annotated[
         int, typer.Option(help="Compute threads of each worker started here; 0 divides the cores.")
     ] = 0,
+    shares: Annotated[
+        str,
+        typer.Option(
+            help="How the experts are shared out: auto (by what workers at addresses say of their speed and "
+            "memory), even, or a number for each worker, 1,2,4."
+        ),
+    ] = "auto",
     share_folder: Annotated[
         bool,
         typer.Option(
@@ -181,6 +190,7 @@ def chat(
     question = _question(prompt, as_json)
     options: dict[str, Any] = {"wire_dtype": wire_dtype, "weight_format": weight_format, "prefill": prefill}
     options |= {"threads_per_worker": threads_per_worker, "share_folder": share_folder, "spares": spares}
+    options |= {"shares": parse_shares(shares)}
     options = _cluster_options(workers, options, token_file)
     _check_sampling(overrides)
     _check_utf8("system", system or "")
@@ -192,6 +202,8 @@ def chat(
         stack.enter_context(keys_unseen())
         llm = stack.enter_context(_load(model, options, max_model_len))
         tell(str(llm.memory()))
+        if words := describe_shares(llm.cluster_info().stripes):
+            tell(words)
         params = dataclasses.replace(llm.default_sampling_params, **overrides)
         conversation = llm.conversation(system or None) if kept is None else kept.open(llm, system or None)
 

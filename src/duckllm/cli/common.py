@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from duckllm.cli.terminal import printable
 from duckllm.cluster.address import parse_address
+from duckllm.config import SHARES
 from duckllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,6 +93,28 @@ def parse_workers(text: str) -> int | tuple[str, ...]:
     if not all(":" in address for address in addresses):
         raise ConfigError("workers", text, expected)
     return tuple(str(parse_address(address, "workers")) for address in addresses)
+
+
+def parse_shares(text: str) -> str | tuple[float, ...]:
+    """``"auto"``, ``"even"``, or a number for each worker.
+
+    Raises:
+        ConfigError: ``text`` is none of these.
+    """
+    text = text.strip()
+    if text in SHARES:
+        return text
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError("shares", text, "auto, even, or a number for each worker: 1,2,4") from error
+
+
+def describe_shares(stripes: Sequence[int]) -> str:
+    """Who has how much of the experts, where that is not the same; empty where it is."""
+    if not stripes or max(stripes) - min(stripes) <= 1:
+        return ""
+    return f"stripes of each worker: {', '.join(map(str, stripes))} of {sum(stripes)}"
 
 
 def describe_workers(info: ClusterInfo) -> str:

@@ -22,7 +22,7 @@ from duckllm.cli.inspect import inspect
 from duckllm.cli.plan import plan
 from duckllm.cli.terminal import printable
 from duckllm.cli.worker import worker
-from duckllm.errors import DuckError
+from duckllm.errors import DuckError, PlacementError
 
 # What only the extra "host" installs.
 HOST_PACKAGES = ("jinja2", "prompt_toolkit", "safetensors", "torch", "transformers")
@@ -125,6 +125,8 @@ def _report(error: Exception) -> int:
     try:
         if os.environ.get("DUCKLLM_DEBUG") == "1":
             traceback.print_exception(error)
+        if isinstance(error, PlacementError):
+            print(printable(error.table), file=sys.stderr)
         # A file of a model may have put anything into it: nothing that a terminal obeys, and no second line.
         print(f"duckllm: {printable(sentence).replace(chr(10), ' ')}", file=sys.stderr, flush=True)
     except OSError:

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from duckllm.cli.common import Waiting
+from duckllm.cli.common import Waiting, parse_shares, parse_workers
 from duckllm.config import MAX_STEP_TOKENS, MAX_WORKERS, WEIGHT_FORMATS
-from duckllm.errors import ConfigError, InWords
+from duckllm.errors import ConfigError, PlacementError
 
 if TYPE_CHECKING:
+    from duckllm.models.inspection import Inspection
+    from duckllm.moe.fit import Node
     from duckllm.plan import ClusterPlan
 
 _GIB = 1 << 30
 _SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*(?:g|gb|gib)?", re.IGNORECASE)
+_NUMBER = re.compile(r"\d{1,6}(?:\.\d{1,3})?")
+_ISAS = ("scalar", "avx2", "avx512")
 _DEFAULT_CONTEXT = 8192
 
 
@@ -33,10 +38,38 @@ def plan(
         ),
     ] = None,
     workers: Annotated[
-        int | None,
-        typer.Option(help="Number of equal nodes; without it the fewest that fit.", show_default=False),
+        str | None,
+        typer.Option(
+            help="Number of nodes; without it the fewest that fit. Or addresses of running workers, "
+            "a:port,b:port, which say what their nodes are, this machine being the host.",
+            show_default=False,
+        ),
     ] = None,
-    memory: Annotated[str, typer.Option(help="Memory of a node in GiB, or of each node: 16,16,32.")] = "16",
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of a node in GiB, or of each node: 16,16,32. By default 16.", show_default=False
+        ),
+    ] = None,
+    speed: Annotated[
+        str | None,
+        typer.Option(
+            help="GB/s that a node reads from memory, or each node: 35,35,70; shares follow it.",
+            show_default=False,
+        ),
+    ] = None,
+    isa: Annotated[
+        str | None,
+        typer.Option(help="Instruction set of the nodes, or of each: avx512,avx2.", show_default=False),
+    ] = None,
+    round_trip_us: Annotated[
+        str | None,
+        typer.Option(help="Microseconds of a message to a node and back, or to each.", show_default=False),
+    ] = None,
+    shares: Annotated[
+        str,
+        typer.Option(help="How the experts are shared out: auto, even, or a number for each node, 1,2,4."),
+    ] = "auto",
     weight_format: Annotated[
         str,
         typer.Option("--format", help="Format of the experts: fp9 or fp8; by default the model's, or fp9."),
@@ -49,6 +82,10 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    host_speed: Annotated[
+        float | None,
+        typer.Option(help="GB/s that the host reads from memory.", show_default=False),
+    ] = None,
     max_model_len: Annotated[
         int | None,
         typer.Option(help=f"Tokens of a context; {_DEFAULT_CONTEXT} or the model's most", show_default=False),
@@ -58,29 +95,41 @@ def plan(
         typer.Option(help="auto counts the layer that guesses tokens ahead if there is one, off does not."),
     ] = "auto",
     max_step_tokens: Annotated[int, typer.Option(help="Most tokens in one step.")] = 256,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the secret that workers at addresses share.", readable=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.")] = False,
 ) -> None:
-    """Say which node would hold what, and what the host needs. An error where it does not fit.
+    """Say which node would hold what, how long its steps take at best, and what the host needs.
 
-    Each node's system keeps 1 GiB of its memory. Uneven nodes get shares of the weights in proportion to what
-    they have.
+    An error where it does not fit. Each node's system keeps 1 GiB of its memory. Nodes get shares of the
+    weights in proportion to their speeds, where these are given and differ by more than 15 %, and no more
+    than their memory holds; else even ones.
     """
     from duckllm.models.inspection import inspect_model
-    from duckllm.plan import fewest_nodes, plan_cluster
+    from duckllm.plan import plan_on
     from duckllm.weights.resolve import find_model
 
-    sizes = _parse_memory("memory", memory)
+    facts: dict[str, list[Any]] = {
+        "memory": _parse_memory("memory", "16" if memory is None else memory),
+        "speed": _parse_numbers("speed", speed, "GB/s of a node, or of each: 35 or 35,35,70"),
+        "isa": _parse_isas(isa),
+        "round_trip_us": _parse_numbers("round_trip_us", round_trip_us, "microseconds, or each node's"),
+    }
     host_bytes = None if host_memory is None else _parse_memory("host_memory", host_memory)[0]
-    if draft not in ("auto", "off"):
-        raise ConfigError("draft", draft, "auto or off")
-    if len(sizes) > 1 and workers not in (None, len(sizes)):
-        raise ConfigError("workers", workers, f"{len(sizes)}, as memory lists as many nodes")
-    for field, value, most in (
-        ("workers", workers, MAX_WORKERS),
-        ("max_step_tokens", max_step_tokens, MAX_STEP_TOKENS),
-    ):
-        if value is not None and not 1 <= value <= most:
-            raise ConfigError(field, value, f"a number from 1 to {most}")
+    asked = None if workers is None else parse_workers(workers)
+    if isinstance(asked, tuple):
+        for field, value in (
+            ("memory", memory),
+            ("speed", speed),
+            ("isa", isa),
+            ("round_trip_us", round_trip_us),
+        ):
+            if value is not None:
+                raise ConfigError(field, value, "nothing with workers at addresses, which say it themselves")
+    count = None if isinstance(asked, tuple) else _count_nodes(asked, facts)
+    _check_numbers(draft, max_step_tokens, host_speed)
     with Waiting(f"Reading {model or 'the demo model'}"):
         found = inspect_model(find_model(model, whole=False).folder)
     chosen = _parse_format(weight_format, found.weight_format)
@@ -95,21 +144,87 @@ def plan(
         "drafts": draft == "auto" and found.num_mtp_layers > 0,
         "host_bytes": host_bytes,
     }
-    if len(sizes) == 1 and workers is None:
-        made = fewest_nodes(found, sizes[0], **options)
+    if isinstance(asked, tuple):
+        with Waiting("Asking the workers"):
+            nodes = _ask_workers(found, asked, token_file)
+            host_speed = host_speed or _this_machine_gb_per_s()
     else:
-        made = plan_cluster(found, sizes if len(sizes) > 1 else sizes * (workers or 1), **options)
-    facts = facts_of(str(found.folder), made)
-    print(json.dumps(facts) if as_json else describe(facts))
-    if not made.fits:
-        count, short = len(made.nodes), sum(not node.fits for node in made.nodes)
-        most = max(node.need_bytes for node in made.nodes)
-        raise ConfigError(
-            "memory",
-            InWords(f"{memory} GiB"),
-            f"at least {most / _GIB + 1:.1f} GiB on each of {count} nodes, or more nodes",
-            f"it is too little on {short} of {count}",
+        nodes = _make_nodes(found, count, facts, options)
+    made = plan_on(found, nodes, **options, host_gb_per_s=host_speed, shares=parse_shares(shares))
+    shown = facts_of(str(found.folder), made)
+    print(json.dumps(shown) if as_json else describe(shown, made))
+    _check_fits(made)
+
+
+def _check_numbers(draft: str, max_step_tokens: int, host_speed: float | None) -> None:
+    if draft not in ("auto", "off"):
+        raise ConfigError("draft", draft, "auto or off")
+    if not 1 <= max_step_tokens <= MAX_STEP_TOKENS:
+        raise ConfigError("max_step_tokens", max_step_tokens, f"a number from 1 to {MAX_STEP_TOKENS}")
+    if host_speed is not None and not 0 < host_speed < 1e6:
+        raise ConfigError("host_speed", host_speed, "GB/s of the host, above 0")
+
+
+def _count_nodes(asked: int | None, facts: dict[str, list[Any]]) -> int | None:
+    """How many nodes were asked for; None for the fewest that fit."""
+    if asked is not None and not 1 <= asked <= MAX_WORKERS:
+        raise ConfigError("workers", asked, f"a number from 1 to {MAX_WORKERS}, or addresses")
+    for field, values in facts.items():
+        if len(values) > 1:
+            if asked not in (None, len(values)):
+                raise ConfigError("workers", asked, f"{len(values)}, as {field} lists as many nodes")
+            asked = len(values)
+    return asked
+
+
+def _make_nodes(
+    model: Inspection, count: int | None, facts: dict[str, list[Any]], options: dict[str, Any]
+) -> list[Node]:
+    """The nodes that the options describe."""
+    from duckllm.moe.fit import Node
+    from duckllm.plan import SYSTEM_BYTES, fewest_nodes
+
+    if count is None:
+        count = len(fewest_nodes(model, facts["memory"][0], **options).nodes)
+    each = {field: values * count if len(values) == 1 else values for field, values in facts.items()}
+    return [
+        Node(
+            str(number),
+            max(1, each["memory"][number] - SYSTEM_BYTES),
+            each["speed"][number] if each["speed"] else None,
+            each["isa"][number] if each["isa"] else "",
+            each["round_trip_us"][number] if each["round_trip_us"] else None,
         )
+        for number in range(count)
+    ]
+
+
+def _ask_workers(model: Inspection, addresses: tuple[str, ...], token_file: Path | None) -> list[Node]:
+    from duckllm.cluster.address import parse_address
+    from duckllm.cluster.survey import step_message_bytes, survey
+    from duckllm.cluster.token import read_token
+    from duckllm.moe.fit import nodes_of
+
+    num_bytes = step_message_bytes(model.layout.hidden_size, model.layout.num_experts_per_tok)
+    parsed = [parse_address(address, "workers") for address in addresses]
+    found = survey(parsed, read_token(token_file), num_bytes)
+    return list(nodes_of([info for info, _ in found], [trip.median_us for _, trip in found]))
+
+
+def _this_machine_gb_per_s() -> float:
+    from duckllm.config import available_cores
+    from duckllm.worker.read_speed import read_speed
+
+    return read_speed(available_cores())
+
+
+def _check_fits(made: ClusterPlan) -> None:
+    from duckllm.moe.fit import check_fits
+
+    try:
+        check_fits(made.sizes, made.nodes)
+    except PlacementError as error:  # its table was printed
+        raise ConfigError(error.field, error.got, error.expected, error.hint) from None
 
 
 def _parse_memory(field: str, text: str) -> list[int]:
@@ -120,6 +235,22 @@ def _parse_memory(field: str, text: str) -> list[int]:
     if field == "host_memory" and len(sizes) > 1:
         raise ConfigError(field, text, "GiB of one host")
     return [int(size * _GIB) for size in sizes]
+
+
+def _parse_numbers(field: str, text: str | None, expected: str) -> list[float]:
+    if text is None:
+        return []
+    parts = [part.strip() for part in text.split(",")]
+    if not all(_NUMBER.fullmatch(part) and float(part) for part in parts):
+        raise ConfigError(field, text, expected)
+    return [float(part) for part in parts]
+
+
+def _parse_isas(text: str | None) -> list[str]:
+    isas = [] if text is None else [part.strip() for part in text.split(",")]
+    if not all(isa in _ISAS for isa in isas):
+        raise ConfigError("isa", text, "of a node, or of each: " + ", ".join(_ISAS))
+    return isas
 
 
 def _parse_format(asked: str, held: str | None) -> str:
@@ -139,8 +270,12 @@ def facts_of(path: str, plan: ClusterPlan) -> dict[str, Any]:
         "drafts": plan.drafts,
         "fits": plan.fits,
         "expert_bytes_per_token": plan.read_bytes,
+        "step_us": plan.step_us,
+        "host_us": plan.host_us,
+        "ceiling_tokens_per_s": plan.ceiling_tokens_per_s,
         "host": {
             "weight_bytes": host.weight_bytes,
+            "bytes_per_token": plan.host_read_bytes,
             "kv_cache_bytes": host.cache_bytes,
             "kv_cache_tokens": host.cache_tokens,
             "need_bytes": host.need_bytes,
@@ -149,11 +284,17 @@ def facts_of(path: str, plan: ClusterPlan) -> dict[str, Any]:
         "workers": [
             {
                 "worker": node.worker,
+                "node": node.node.name,
                 "stripes": node.num_stripes,
+                "share": node.share,
                 "weight_bytes": node.weight_bytes,
                 "buffer_bytes": node.buffer_bytes,
                 "need_bytes": node.need_bytes,
                 "have_bytes": node.have_bytes,
+                "read_gb_per_s": node.node.gb_per_s,
+                "isa": node.node.isa,
+                "round_trip_us": node.node.round_trip_us,
+                "step_us": node.step_us,
                 "fits": node.fits,
             }
             for node in plan.nodes
@@ -161,36 +302,39 @@ def facts_of(path: str, plan: ClusterPlan) -> dict[str, Any]:
     }
 
 
-def describe(facts: dict[str, Any]) -> str:
-    """The plan for people: equal rows are one."""
-    count = len(facts["workers"])
+def describe(facts: dict[str, Any], plan: ClusterPlan) -> str:
+    """The plan for people."""
+    from duckllm.moe.fit import table_of, words_on_repeats
+
+    count = len(plan.nodes)
+    host = facts["host"]
+    have = "" if host["have_bytes"] is None else f"; it has {host['have_bytes'] / _GIB:.2f} GiB"
     lines = [
         f"{facts['model']}: experts in {facts['format']}, {facts['expert_bytes_per_token'] / 1e9:.2f} GB of "
         f"them read for each token, over {count} {'node' if count == 1 else 'nodes'}; "
         "each node's system keeps 1 GiB of its memory",
         "",
-        f"{'worker':<12}{'stripes':>10}{'weights':>12}{'buffers':>12}{'need':>12}{'have':>12}",
-    ]
-    rows: list[tuple[int, int, dict[str, Any]]] = []
-    for worker in facts["workers"]:
-        same = {**worker, "worker": None}
-        if rows and rows[-1][2] == same:
-            rows[-1] = (rows[-1][0], worker["worker"], same)
-        else:
-            rows.append((worker["worker"], worker["worker"], same))
-    for first, last, row in rows:
-        name = str(first) if first == last else f"{first} to {last}"
-        cells = "".join(
-            f"{row[field] / _GIB:>8.2f} GiB"
-            for field in ("weight_bytes", "buffer_bytes", "need_bytes", "have_bytes")
-        )
-        lines.append(f"{name:<12}{row['stripes']:>10}{cells}" + ("" if row["fits"] else "  too little"))
-    host = facts["host"]
-    have = "" if host["have_bytes"] is None else f"; it has {host['have_bytes'] / _GIB:.2f} GiB"
-    lines += [
+        table_of(plan.nodes),
         "",
         f"host: {host['need_bytes'] / _GIB:.2f} GiB: {host['weight_bytes'] / _GIB:.2f} GiB of weights, "
         f"{host['kv_cache_bytes'] / _GIB:.2f} GiB of KV cache for {host['kv_cache_tokens']} tokens, "
         "the process itself" + have,
+        *_describe_speed(plan),
     ]
-    return "\n".join(lines)
+    repeats = words_on_repeats([node.node.isa for node in plan.nodes])
+    return "\n".join([*lines, repeats] if repeats else lines)
+
+
+def _describe_speed(plan: ClusterPlan) -> list[str]:
+    """At most how fast one answer comes, where the speeds of the nodes are known."""
+    if plan.step_us is None or plan.ceiling_tokens_per_s is None:
+        return []
+    trip = "" if any(node.node.round_trip_us for node in plan.nodes) else ", without round trips"
+    if plan.host_us is None:
+        host = "without the host's own time, which --host-speed tells"
+    else:
+        host = f"and the host's own weights, {plan.host_read_bytes / 1e9:.3f} GB, {plan.host_us:.1f} us"
+    return [
+        f"at most {plan.ceiling_tokens_per_s:.1f} tokens a second of one answer: "
+        f"{plan.num_moe_layers} layers of {plan.step_us:.1f} us{trip}, {host}"
+    ]

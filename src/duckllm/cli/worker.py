@@ -45,6 +45,14 @@ def worker(
             "needs a CPU with AVX512-BF16 or AMX-BF16."
         ),
     ] = "f32",
+    speed: Annotated[
+        float | None,
+        typer.Option(
+            help="GB/s that this node reads from memory, by which hosts share out the experts; by default "
+            "measured at the first start, in a second, and kept; 0 says nothing of it.",
+            show_default=False,
+        ),
+    ] = None,
     copy: Annotated[
         bool,
         typer.Option(
@@ -108,6 +116,7 @@ def worker(
         cache=cache,
         cache_dir=cache_dir,
         cache_bytes=None if cache_bytes is None else parse_size("cache_bytes", cache_bytes),
+        speed=speed,
         copy=copy,
         token=read_token(token_file),
         exit_with_stdin=exit_with_stdin,

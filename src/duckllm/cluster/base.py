@@ -59,8 +59,23 @@ class Cluster(ABC):
         self.begin(plans)
         return self.wait_ready()
 
+    def greet(self) -> tuple[WorkerInfo, ...]:
+        """Connects to every worker; what they say of themselves, in worker order, for plans to be made of.
+
+        Raises:
+            ClusterError: A worker is not available, or speaks another protocol.
+        """
+        assert not self._preparing
+        try:
+            for address in self.addresses:
+                self._preparing.append(self._greet(address, self.config.connect_timeout_s))
+        except BaseException:
+            self._hang_up()
+            raise
+        return tuple(connection.info for connection in self._preparing)
+
     def begin(self, plans: Sequence[WorkerPlan]) -> None:
-        """Connects to every worker and gives it its plan; all of them prepare side by side meanwhile.
+        """Gives every worker its plan, after :meth:`greet` if that was not; all prepare side by side.
 
         Args:
             plans: One a worker, in worker order, as :func:`duckllm.moe.placement.plan_workers` makes them.
@@ -71,11 +86,10 @@ class Cluster(ABC):
         """
         if len(plans) != self.num_workers:
             raise ConfigError("plans", len(plans), f"one for each of the {self.num_workers} workers")
-        assert not self._preparing
         self._plans = tuple(plans)
+        if not self._preparing:
+            self.greet()
         try:
-            for address in self.addresses:
-                self._preparing.append(self._greet(address, self.config.connect_timeout_s))
             for connection, plan in zip(self._preparing, plans, strict=True):
                 connection.send_plan(plan, share_folder=self.config.share_folder)
         except BaseException:

@@ -6,6 +6,7 @@ first step request; the native transport takes its socket over.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -26,6 +27,7 @@ from duckllm.errors import AuthenticationError, ProtocolError, WorkerUnavailable
 
 T = TypeVar("T")
 PeerEnd = tuple[int, Any]  # address family and the system's own form of the address
+MAX_UNIX_TIME_S, MAX_GB_PER_S = 1e11, 1e6
 _MAX_FACT_CHARACTERS = 100  # of what a worker says of itself, which is shown to the user
 
 
@@ -40,6 +42,10 @@ class WorkerInfo:
         threads: Its compute threads.
         pid: Its process id, on its own node.
         memory_bytes: Memory of its node.
+        available_bytes: Memory that a plan may take of it; None where it does not say.
+        read_gb_per_s: What its node reads from memory, GB/s; None where it does not say.
+        clock_offset_s: How far its clock is ahead of this host's; None where it does not say.
+        clock_error_s: By how much that may be wrong, half of the round trip.
         first_stripe: First stripe of its slice.
         num_stripes: Stripes of its slice; 0 before it is prepared.
         weight_format: Format that it computes in; empty before it is prepared.
@@ -51,6 +57,10 @@ class WorkerInfo:
     threads: int
     pid: int
     memory_bytes: int
+    available_bytes: int | None = None
+    read_gb_per_s: float | None = None
+    clock_offset_s: float | None = None
+    clock_error_s: float = 0.0
     first_stripe: int = 0
     num_stripes: int = 0
     weight_format: str = ""
@@ -133,6 +143,30 @@ class Connection:
             weight_format=_text(ready, "weight_format", self.channel.peer),
         )
 
+    def ping(self, num_bytes: int) -> float:
+        """Seconds until the worker has sent so many bytes back; only before :meth:`send_plan`.
+
+        Raises:
+            WorkerUnavailableError: It is gone, or does not answer in time.
+            ProtocolError: It answers something else.
+        """
+        assert self.plan is None
+        payload = bytes(num_bytes)
+
+        def exchange(deadline: float) -> float:
+            start = time.perf_counter()
+            self.channel.send(FrameType.PING, payload, deadline=deadline)
+            answer = self.channel.receive(FrameType.PING, deadline=deadline)
+            seconds = time.perf_counter() - start
+            if answer != payload:
+                got = f"{len(answer)} other bytes"
+                raise ProtocolError(
+                    f"PING from {self.channel.peer}: got {got}, expected the {num_bytes} sent"
+                )
+            return seconds
+
+        return self._guarded(exchange, self._timeout_s)
+
     def detach_socket(self) -> int:
         """Gives the descriptor away; the connection is over for this object."""
         return self._socket.detach()
@@ -149,9 +183,12 @@ class Connection:
             "pid": os.getpid(),
             "session": self._session,
         }
+        sent_s, start = time.time(), time.monotonic()
         self.channel.send_json(FrameType.HELLO, hello, deadline=deadline)
         answer = self.channel.receive_json(FrameType.HELLO, deadline=deadline)
+        error_s = (time.monotonic() - start) / 2
         peer = self.channel.peer
+        worker_s = _number(answer, "unix_time_s", peer, MAX_UNIX_TIME_S)
         return WorkerInfo(
             address=str(self.address),
             isa=_text(answer, "isa", peer),
@@ -159,6 +196,10 @@ class Connection:
             threads=_count(answer, "threads", peer),
             pid=_count(answer, "pid", peer),
             memory_bytes=_count(answer, "memory_bytes", peer),
+            available_bytes=_optional_count(answer, "available_bytes", peer),
+            read_gb_per_s=_number(answer, "read_gb_per_s", peer, MAX_GB_PER_S) or None,
+            clock_offset_s=None if worker_s is None else worker_s - (sent_s + error_s),
+            clock_error_s=error_s,
         )
 
     def _guarded(self, action: Callable[[float], T], timeout_s: float) -> T:
@@ -192,7 +233,10 @@ class Connection:
 
 def _open_socket(address: Address, timeout_s: float) -> socket.socket:
     try:
-        return socket.create_connection((address.name, address.port), timeout=timeout_s)
+        connection = socket.create_connection((address.name, address.port), timeout=timeout_s)
+        with contextlib.suppress(OSError):  # reset already
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
     except TimeoutError as error:
         raise WorkerUnavailableError(
             f"worker {address} is not available: no answer within {timeout_s:g} s"
@@ -222,3 +266,18 @@ def _count(answer: dict[str, Any], name: str, peer: str) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ProtocolError(f"{name} from {peer}: got {show_value(value)}, expected a whole number from 0")
     return value
+
+
+def _optional_count(answer: dict[str, Any], name: str, peer: str) -> int | None:
+    return None if answer.get(name) is None else _count(answer, name, peer)
+
+
+def _number(answer: dict[str, Any], name: str, peer: str, most: float) -> float | None:
+    """A number from 0 to ``most``; None where the worker says none."""
+    value = answer.get(name)
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not 0 <= value <= most:
+        expected = f"a number from 0 to {most:g}"
+        raise ProtocolError(f"{name} from {peer}: got {show_value(value)}, expected {expected}")
+    return float(value)

@@ -121,12 +121,16 @@ class ControlChannel:
             PeerClosedError: It closed the connection.
             TimeoutError: ``deadline`` passed.
         """
-        header = self._receive_bytes(_native.FRAME_HEADER_BYTES, deadline, expected.name)
-        kind, payload_bytes = self._check_header(header, (expected,))
+        return self.receive_one_of((expected,), deadline=deadline)[1]
+
+    def receive_one_of(self, expected: tuple[FrameType, ...], *, deadline: float) -> tuple[FrameType, bytes]:
+        """The next frame, which must be of one of these kinds; raises as :meth:`receive` does."""
+        header = self._receive_bytes(_native.FRAME_HEADER_BYTES, deadline, expected[0].name)
+        kind, payload_bytes = self._check_header(header, expected)
         payload = self._receive_bytes(payload_bytes, deadline, kind.name)
-        if kind != expected:
+        if kind not in expected:
             raise self._reported_error(payload)
-        return payload
+        return kind, payload
 
     def receive_into(self, expected: FrameType, buffer: memoryview, *, deadline: float) -> memoryview:
         """As :meth:`receive`, into a buffer that has room for the largest payload of the kind.

@@ -152,6 +152,8 @@ def _spawn(config: ClusterConfig, token: str) -> _Child:
         *("--listen", "127.0.0.1:0", "--json", "--exit-with-stdin"),
         # Not pinned: the host computes on the same cores.
         *("--threads", str(threads), "--spin-us", str(spin_us), "--no-pin", "--prefill", config.prefill),
+        # They are all alike.
+        *("--speed", "0"),
     ]
     try:
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from duckllm.errors import ConfigError, InWords
+from duckllm.moe.fit import WORKER_PROCESS_BYTES
 
 if TYPE_CHECKING:
     from duckllm.models.inspection import Inspection
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 PAGE_TOKENS = 16
 GIB = 1 << 30
 DEFAULT_MAX_NUM_SEQS = 64
-# A process before it has loaded anything: a worker (Python, NumPy, the native module), a host (and PyTorch).
-WORKER_PROCESS_BYTES, HOST_PROCESS_BYTES = 50_000_000, 400_000_000
+# A host's process before it has loaded anything: a worker's, and PyTorch.
+HOST_PROCESS_BYTES = 400_000_000
 # Of what weights leave free, the KV cache takes this part unless it is told otherwise ...
 _SHARE = 4
 # ... and more where that were less than a conversation.

@@ -30,7 +30,10 @@ class Slice:
 
 
 def plan_slices(
-    num_stripes: int, num_workers: int, shares: Sequence[float] | None = None
+    num_stripes: int,
+    num_workers: int,
+    shares: Sequence[float] | None = None,
+    most: Sequence[int] | None = None,
 ) -> tuple[Slice, ...]:
     """Contiguous slices in worker order that cover every stripe once.
 
@@ -38,7 +41,9 @@ def plan_slices(
         num_stripes: Stripes of a whole expert.
         num_workers: W.
         shares: How much each worker should get relative to the others, all above 0; None for even slices,
-            whose sizes differ by at most one. Every worker gets at least one stripe.
+            whose sizes differ by at most one. Every worker gets at least one stripe, and the largest size
+            relative to its share, which decides how long a step takes, is as small as can be.
+        most: Most stripes of each worker, at least one, together at least ``num_stripes``; None for no limit.
 
     Raises:
         ConfigError: More workers than stripes, no worker, or shares that do not fit.
@@ -51,11 +56,15 @@ def plan_slices(
         shares = [1.0] * num_workers
     if len(shares) != num_workers or not all(0 < share < float("inf") for share in shares):
         raise ConfigError("shares", list(shares), f"{num_workers} numbers above 0")
-    # One stripe each; then each next one to the worker furthest below its share (the first of equals).
+    limits = [num_stripes] * num_workers if most is None else most
+    assert len(limits) == num_workers
+    assert min(limits) >= 1
+    assert sum(limits) >= num_stripes
+    # One stripe each; then each next one to whom it makes the least slow (the first of equals).
     sizes = [1] * num_workers
     for _ in range(num_stripes - num_workers):
-        neediest = min(range(num_workers), key=lambda worker: (sizes[worker] / shares[worker], worker))
-        sizes[neediest] += 1
+        free = (worker for worker in range(num_workers) if sizes[worker] < limits[worker])
+        sizes[min(free, key=lambda worker: ((sizes[worker] + 1) / shares[worker], worker))] += 1
     starts = [sum(sizes[:worker]) for worker in range(num_workers)]
     return tuple(Slice(start, size) for start, size in zip(starts, sizes, strict=True))
 
@@ -68,7 +77,7 @@ def plan_workers(
     wire_dtype: str = "f32",
     reply_dtype: str = "f32",
     weight_format: str = "auto",
-    shares: Sequence[float] | None = None,
+    slices: Sequence[Slice] | None = None,
     num_layers: int | None = None,
 ) -> tuple[WorkerPlan, ...]:
     """One plan a worker, in worker order.
@@ -80,13 +89,16 @@ def plan_workers(
         wire_dtype: Activations on the wire, ``"f32"`` or ``"bf16"``.
         reply_dtype: Partial sums on the wire, ``"f32"`` or ``"bf16"``.
         weight_format: Format to compute in, ``"fp9"`` or ``"fp8"``; ``"auto"`` leaves it to each worker.
-        shares: As in :func:`plan_slices`.
+        slices: Each worker's; None for even ones.
         num_layers: Layers that the host runs, the first ones; what a converted model has behind them (the
             layers of multi-token prediction) is no worker's. None for all.
 
     Raises:
         ConfigError: As :func:`plan_slices`.
     """
+    if slices is None:
+        slices = plan_slices(manifest.num_stripes, num_workers)
+    assert len(slices) == num_workers
     return tuple(
         WorkerPlan(
             model_hash=manifest.model_hash,
@@ -115,5 +127,5 @@ def plan_workers(
             reply_dtype=reply_dtype,
             weight_format=weight_format,
         )
-        for part in plan_slices(manifest.num_stripes, num_workers, shares)
+        for part in slices
     )

@@ -1,4 +1,4 @@
-"""Where this user's caches lie: converted models, and shards of models on a node.
+"""Where this user's caches lie: converted models, shards of models on a node, and how fast that node is.
 
 Called by :mod:`duckllm.weights.resolve` and by workers; knows nothing of what is in them.
 """
@@ -29,8 +29,21 @@ def shard_folder() -> Path:
     Raises:
         ConfigError: As :func:`cache_folder`.
     """
+    return _beside_models("shards")
+
+
+def speed_folder() -> Path:
+    """Where a node keeps how fast it is: ``speed`` in ``$DUCKLLM_CACHE_DIR``, or ``~/.cache/duckllm/speed``.
+
+    Raises:
+        ConfigError: As :func:`cache_folder`.
+    """
+    return _beside_models("speed")
+
+
+def _beside_models(name: str) -> Path:
     named = os.environ.get(CACHE_VARIABLE)
-    return (Path(named) if named else _base()) / "shards"
+    return (Path(named) if named else _base()) / name
 
 
 def _base() -> Path:

@@ -45,6 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cache-dir", type=Path, help="folder of the node cache")
     parser.add_argument("--cache-bytes", help="most bytes in it, like 40GiB")
     parser.add_argument("--no-cache", dest="cache", action="store_false", help="keep no shards on the disk")
+    parser.add_argument("--speed", type=float, help="GB/s that this node reads; 0 says nothing of it")
     parser.add_argument("--copy", action="store_true", help="copy the slice into memory, in huge pages")
     parser.add_argument("--token-file", type=Path, help="file that holds the cluster token")
     for name in ("handshake", "frame", "send"):

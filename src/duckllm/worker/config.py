@@ -10,6 +10,7 @@ from duckllm.errors import ConfigError, InWords
 
 DEFAULT_LISTEN = "127.0.0.1:7411"
 _SPIN_US_WITH_SPARE_CORES = 200
+MAX_SPEED = 1_000_000  # GB/s; no node reads a petabyte a second
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class WorkerConfig:
             memory alone, and comes again with the next plan.
         cache_dir: Folder of the node cache; None for ``shards`` in this user's cache.
         cache_bytes: Most bytes in it; None for what the disk has room for.
+        speed: Bytes that this node reads from memory, GB/s; None measures it when a worker first starts on a
+            machine, 0 says nothing of it to hosts.
         copy: Whether to copy the slice into memory of its own, in huge pages, instead of mapping the files.
         token: The cluster token, text that UTF-8 can hold; needed beyond loopback.
         exit_with_stdin: Whether to leave when standard input ends.
@@ -52,6 +55,7 @@ class WorkerConfig:
     cache: bool = True
     cache_dir: Path | None = None
     cache_bytes: int | None = None
+    speed: float | None = None
     copy: bool = False
     token: str | None = None
     exit_with_stdin: bool = False
@@ -80,6 +84,8 @@ class WorkerConfig:
             value = getattr(self, field)
             if type(value) not in (int, float) or not 0.001 <= value <= MAX_TIMEOUT_S:
                 raise ConfigError(field, value, f"0.001 to {MAX_TIMEOUT_S}")
+        if self.speed is not None and not (type(self.speed) in (int, float) and 0 <= self.speed <= MAX_SPEED):
+            raise ConfigError("speed", self.speed, f"GB/s, 0 to {MAX_SPEED}, or None")
         if not isinstance(self.weight_format, str) or self.weight_format not in FORMAT_CHOICES:
             raise ConfigError("format", self.weight_format, "one of " + ", ".join(FORMAT_CHOICES))
         if not isinstance(self.prefill, str) or self.prefill not in PREFILLS:

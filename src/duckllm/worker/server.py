@@ -26,6 +26,7 @@ from duckllm.cluster.token import TOKEN_VARIABLE
 from duckllm.config import threads_in_words
 from duckllm.errors import ConfigError
 from duckllm.worker.config import WorkerConfig
+from duckllm.worker.read_speed import read_speed
 from duckllm.worker.session import Sessions
 
 MAX_CONNECTIONS = 8
@@ -58,6 +59,15 @@ class WorkerServer:
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._guard = threading.Lock()  # of _connections
 
+    def measure(self) -> None:
+        """Finds out how fast this node reads, unless the configuration says so or forbids it.
+
+        Raises:
+            ConfigError: There is no memory to measure with.
+        """
+        if self._config.speed is None:
+            self._sessions.read_gb_per_s = read_speed(self._config.resolved_threads)
+
     def serve(self) -> bool:
         """Accepts connections until stopped; True when every connection's thread has ended by then."""
         stdin = 0
@@ -89,6 +99,8 @@ class WorkerServer:
             time.sleep(0.1)  # out of descriptors: others must end first
             return
         peer = str(Address(*peer_address[:2]))
+        with contextlib.suppress(OSError):  # gone already
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._guard:
             room = len(self._connections) < MAX_CONNECTIONS
             if room:
@@ -147,6 +159,7 @@ def run_worker(config: WorkerConfig, *, json_output: bool = False) -> None:
     """
     _give_large_memory_back()
     server = WorkerServer(config, _log)
+    server.measure()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     isa = server.instructions

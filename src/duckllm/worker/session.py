@@ -7,7 +7,6 @@ ends here, with an ERROR frame and a closed connection.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 import time
@@ -15,19 +14,18 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-import duckllm
 from duckllm import _native
 from duckllm._native import ErrorCode, FrameType
 from duckllm.cluster.auth import authenticate_worker
 from duckllm.cluster.frames import ControlChannel, PeerClosedError, error_code, safe_text
 from duckllm.cluster.plan import WorkerPlan
-from duckllm.config import total_memory_bytes
 from duckllm.errors import DuckError, ProtocolError, WorkerUnavailableError
 from duckllm.prefill import check_prefill, select_isa
 from duckllm.weights.choice import ExpertSlice, FormatChoice, load_units
 from duckllm.weights.e4m3 import U8
 from duckllm.weights.recode import huge_page_bytes
 from duckllm.worker.config import WorkerConfig
+from duckllm.worker.node import hello_facts
 from duckllm.worker.scratch import check_scratch
 from duckllm.worker.weights import MappedSlice, WorkerWeights
 
@@ -58,6 +56,7 @@ class Sessions:
         self._config = config
         self._log = _never_raising(log)
         self.instructions = check_prefill(config.prefill, select_isa())
+        self.read_gb_per_s = config.speed or None
         self._weights = WorkerWeights(config)
         self._active = threading.Lock()
         self._visit: tuple[str, socket.socket] | None = (
@@ -121,17 +120,13 @@ class Sessions:
             session = channel.receive_json(FrameType.HELLO, deadline=deadline).get("session", "")
         except PeerClosedError as error:
             raise _OnlyAskedError from error
-        hello = {
-            "protocol_version": _native.PROTOCOL_VERSION,
-            "build": duckllm.__version__,
-            "isa": self.instructions,
-            "threads": self._config.resolved_threads,
-            "pid": os.getpid(),
-            "memory_bytes": total_memory_bytes(),
-        }
+        hello = hello_facts(self._config, self.instructions, self.read_gb_per_s)
         channel.send_json(FrameType.HELLO, hello, deadline=deadline)
-        plan = WorkerPlan.from_json(channel.receive_json(FrameType.PREPARE, deadline=deadline))
-        return plan, str(session)
+        while True:
+            kind, payload = channel.receive_one_of((FrameType.PREPARE, FrameType.PING), deadline=deadline)
+            if kind == FrameType.PREPARE:
+                return WorkerPlan.from_json(channel.parse_json(kind, payload)), str(session)
+            channel.send(FrameType.PING, payload, deadline=deadline)
 
     def _serve_plan(self, channel: ControlChannel, plan: WorkerPlan, peer: str) -> None:
         experts, verified_stripes, fetched_bytes = self._prepare(plan, channel)
