@@ -17,6 +17,7 @@ from worker_harness import (
     check_serves,
     connect,
     expected_sum,
+    make_model,
     make_step,
     open_transport,
     plan_for,
@@ -53,6 +54,22 @@ def test_a_worker_in_a_session_lives_and_a_stopped_one_does_not(
         lines = worker.log().splitlines()
         assert len([line for line in lines if "closed the connection" in line]) == 0
         assert len([line for line in lines if "refused" in line]) == 1
+
+
+def test_a_worker_that_computes_says_that_it_lives(tmp_path: Path) -> None:
+    tokens, steps = 512, 6
+    model = make_model(
+        tmp_path / "model", hidden_size=512, intermediate_size=512, num_experts=8, top_k=8, layers=[1]
+    )
+    plans = plan_for(model, max_step_tokens=tokens)
+    step = make_step(model, tokens)
+    with running_worker(tmp_path) as worker, open_transport([connect(worker.address, plans[0])]) as transport:
+        tickets = [
+            transport.submit(step.layer, step.x, step.topk_ids, step.topk_weights) for _ in range(steps)
+        ]
+        assert find_silent({0: end_of(worker.address.port)}, False, 20) == []
+        assert transport.wait_some(tickets[-1], 0.001) == (0,)  # it was computing all the while
+        np.testing.assert_array_equal(transport.wait(tickets[-1]), expected_sum(model, plans, step))
 
 
 def test_several_are_asked_at_once() -> None:

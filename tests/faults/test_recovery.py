@@ -27,7 +27,7 @@ from worker_harness import WorkerProcess, running_worker, stop_process
 PREFILL, DECODE = 1, 40  # numbers of a step of each
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=16)
 SEEDED = SamplingParams(temperature=1.0, seed=7, ignore_eos=True, max_tokens=16)
-QUICK: dict[str, Any] = {"worker_silence_s": 0.1, "max_model_len": 256}
+QUICK: dict[str, Any] = {"worker_silence_s": 0.25, "max_model_len": 256}
 BOTH_WAYS: dict[str, Any] = {"lanes": "on", "draft": "on"}
 
 
@@ -178,8 +178,8 @@ def test_workers_at_addresses_that_come_back(
         for action, moment, params in (
             (lambda: nodes.restart(0), PREFILL, SEEDED),
             (lambda: nodes.restart(1), DECODE, GREEDY),
-            (lambda: nodes.stop_for(1, 1.0), PREFILL, GREEDY),
-            (lambda: nodes.stop_for(0, 1.0), DECODE, SEEDED),
+            (lambda: nodes.stop_for(1, 1.2), PREFILL, GREEDY),
+            (lambda: nodes.stop_for(0, 1.2), DECODE, SEEDED),
             (lambda: nodes.stop_for(0, 0.05), DECODE, SEEDED),
         ):
             prompt, expected = prompts.next(params)
@@ -318,7 +318,7 @@ def test_a_link_that_is_down_for_a_while_and_one_that_stays_so(
         with LLM(demo_folder, workers=workers[:2], cluster_token=token, **QUICK, **BOTH_WAYS) as llm:
             for moment, params in ((PREFILL, SEEDED), (DECODE, GREEDY)):
                 prompt, expected = prompts.next(params)
-                done = at_step(moment, lambda: cut(0.7))
+                done = at_step(moment, lambda: cut(1.0))
                 assert reply(llm, prompt, params) == expected
                 assert done == [1]
             assert llm.cluster_info().addresses == tuple(workers[:2])
