@@ -6,6 +6,8 @@ and no workers.
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
@@ -18,6 +20,7 @@ from duckllm.engine.scheduler import Scheduled, Scheduler
 from duckllm.engine.speculative import Computed, Drafter
 from duckllm.engine.stats import Choices, EngineStats, StepWatch
 from duckllm.engine.tiers import TierSettings
+from duckllm.errors import RequestError
 from duckllm.layers.step import LayerCache, SequenceStep
 from duckllm.models.causal_lm import CausalLM
 from duckllm.models.mtp import MTPLayer
@@ -57,6 +60,10 @@ class Engine:
         lanes: Whether a step's rows are computed in two lanes, the one's attention while the other's experts
             are computed: ``"on"``, ``"off"``, or ``"auto"`` for where it pays.
         tiers: Where pages of the KV cache go when their room is needed; None for nowhere.
+
+    Threading:
+        One thread at a time; a step that meets another one is refused. :meth:`abort` alone may come at any
+        moment, as it is what the end of a stream calls that nobody holds any more.
     """
 
     def __init__(
@@ -97,6 +104,11 @@ class Engine:
         self.stats = EngineStats()
         self.grammar_table: GrammarTable | None = None  # until a reply needs one
         self._num_requests = 0
+        self._busy_thread: int | None = None  # where a step or an abortion is under way
+        self._step_thread: int | None = None  # where the last one was
+        self._leaving: deque[Request] = deque()
+        # Whose reply grows, and how many tokens it had before: an interruption may leave it half way.
+        self._growing: tuple[Request, int] | None = None
 
     def new_request(
         self,
@@ -136,13 +148,40 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Lets the next steps compute the request, beside others."""
+        while request in self._leaving:
+            self._leaving.remove(request)
         self.scheduler.add(request)
 
     def abort(self, request: Request) -> None:
-        """Takes the request out of the next steps; it may be run again and goes on where it was."""
-        self.scheduler.remove(request)
-        if self.drafter is not None:
-            self.drafter.forget(request)
+        """Takes the request out of the next steps; it may be run again and goes on where it was.
+
+        In the midst of a step, or in a thread that computes none, as where the garbage collector ends a
+        stream, it waits for the next one.
+        """
+        self._leaving.append(request)
+        here = threading.get_ident()
+        if self._busy_thread is None and self._step_thread in (None, here):
+            try:
+                self._busy_thread = here
+                self._let_go()
+            finally:
+                self._busy_thread = None
+
+    def _let_go(self) -> None:
+        """Takes out who has left."""
+        while self._leaving:
+            request = self._leaving[0]
+            self.scheduler.remove(request)
+            if self.drafter is not None:
+                self.drafter.forget(request)
+            self._leaving.popleft()
+
+    def _settle(self) -> None:
+        """Makes a reply whole that an interruption left half way: what the step chose is chosen again."""
+        if self._growing is not None:
+            request, num_tokens = self._growing
+            request.rewind(num_tokens)
+            self._growing = None
 
     def run(self, request: Request) -> Iterator[int]:
         """The tokens of the reply, as they come. Whoever was added or is run meanwhile comes forward as well.
@@ -154,6 +193,8 @@ class Engine:
         """
         try:
             while True:
+                if self._busy_thread is None:
+                    self._settle()
                 while request.num_given_tokens < len(request.token_ids):
                     request.num_given_tokens += 1
                     yield request.token_ids[request.num_given_tokens - 1]
@@ -168,7 +209,22 @@ class Engine:
         """Computes the next tokens of the requests whose turn it is, and samples where all are computed.
 
         After an exception the step may be repeated: what it had not noted is computed once more.
+
+        Raises:
+            RequestError: Another step is under way.
         """
+        if self._busy_thread is not None:
+            raise RequestError("this model is computing another step, expected one thread at a time")
+        try:
+            self._busy_thread = self._step_thread = threading.get_ident()
+            self._let_go()
+            self._settle()
+            self._step()
+            self._let_go()
+        finally:
+            self._busy_thread = None
+
+    def _step(self) -> None:
         step = self.scheduler.schedule()
         if not step:
             return
@@ -222,7 +278,9 @@ class Engine:
         for each, first, own in zip(step, firsts, rows, strict=False):
             request, num_rows = each.request, each.stop - each.start
             if own:
+                self._growing = request, len(request.token_ids)
                 num_new = request.verify(each.drafts, list(islice(logits, len(own))))
+                self._growing = None
                 num_rows += num_new - 1
             request.num_computed_tokens = each.start + num_rows
             computed.append(Computed(request, each.table, each.start, hidden[first : first + num_rows]))

@@ -92,9 +92,11 @@ class Request:
         # It has taken the tokens of the reply; a copy of it takes guesses, which may be wrong.
         self._grammar: Grammar | None = None
         self._grammar_ahead: Grammar | None = None
+        self._first_grammar: Grammar | None = None
         if params.structured_outputs is not None:
             assert grammar_table is not None
-            self._grammar = grammar_table.grammar(params.structured_outputs, end_token_ids)
+            self._first_grammar = grammar_table.grammar(params.structured_outputs, end_token_ids)
+            self._grammar = self._first_grammar.copy()
         assert tokenizer is not None or not params.stop_strings
         self._tokenizer = tokenizer
         self._reply_text = None if tokenizer is None else ReplyText(tokenizer, params)
@@ -148,15 +150,37 @@ class Request:
             ModelError: The logits are broken.
         """
         self.draft_token_ids = []
-        self.num_draft_tokens += len(drafts)
+        num_accepted = 0
         for number, row in enumerate(logits):
             token_id = self.advance(row)
             if number == len(drafts) or token_id != drafts[number]:
                 break
-            self.num_accepted_tokens += 1
+            num_accepted += 1
             if self.finish_reason is not None:
                 break
+        self.num_draft_tokens += len(drafts)
+        self.num_accepted_tokens += num_accepted
         return number + 1
+
+    def rewind(self, num_tokens: int) -> None:
+        """Makes it again as it was with its first ``num_tokens`` tokens, which did not end the reply.
+
+        For an interruption anywhere in :meth:`verify`, which may leave its parts at odds; it may itself be
+        interrupted and repeated. Tokens that were given must be among those that stay.
+        """
+        del self.token_ids[num_tokens:]
+        self.draft_token_ids = []
+        self.finish_reason = self.stop_reason = None
+        del self._logprobs[self.num_output_tokens :]
+        del self._token_times_s[self.num_output_tokens :]
+        self._sampler.forget()
+        if self._first_grammar is not None:
+            self._grammar = self._first_grammar.copy()
+        if self._tokenizer is not None:
+            self._reply_text = ReplyText(self._tokenizer, self.params)
+        self._texts = []
+        for number, token_id in enumerate(self.output_token_ids, start=1):
+            self._follow(token_id, number)
 
     def most_drafts(self, num_tokens: int) -> int:
         """How many of so many guesses could be of use: the last token of a reply needs none."""
@@ -189,6 +213,10 @@ class Request:
         """Adds the next token of the reply and decides whether it was the last."""
         self.token_ids.append(token_id)
         self._token_times_s.append(time.perf_counter())
+        self._follow(token_id, self.num_output_tokens)
+
+    def _follow(self, token_id: int, number: int) -> None:
+        """What the reply's token of that number, counted from 1, means to everything but the list."""
         grammar = self._grammar
         if grammar is not None:
             grammar.accept(token_id)
@@ -203,13 +231,13 @@ class Request:
             self.finish_reason = "stop" if grammar.error is None else "error"
             self.stop_reason = grammar.error
         elif self.finish_reason is None and (
-            self.num_output_tokens == self.params.max_tokens or len(self.token_ids) >= self.max_model_len
+            number == self.params.max_tokens or self.num_prompt_tokens + number >= self.max_model_len
         ):
             self.finish_reason = "length"
         if self._reply_text is None:
             self._texts.append("")
         else:
-            self._texts.append(self._read(self._reply_text, token_id, is_end_token=is_end_token))
+            self._texts.append(self._read(self._reply_text, token_id, number, is_end_token))
 
     def given_output(self) -> StreamOutput:
         """What the token adds that was given last."""
@@ -276,9 +304,9 @@ class Request:
             cached,
         )
 
-    def _read(self, reply_text: ReplyText, token_id: int, *, is_end_token: bool) -> str:
-        """The text that the newest token lets be shown; a stop string in it ends the reply."""
-        may_stop = self.num_output_tokens > self.params.min_tokens
+    def _read(self, reply_text: ReplyText, token_id: int, number: int, is_end_token: bool) -> str:
+        """The text that a token lets be shown; a stop string in it ends the reply."""
+        may_stop = number > self.params.min_tokens
         text = ""
         if not is_end_token or self.params.include_stop_str_in_output:
             text = reply_text.push(token_id, may_stop=may_stop)

@@ -65,6 +65,11 @@ class Sampler:
         self._penalties = Penalties(params, num_prompt_tokens) if penalised else None
         self._is_plain = not bias and not penalised and params.min_tokens == 0
 
+    def forget(self) -> None:
+        """Counts the tokens anew that it is given, as an interruption may have left the counts half way."""
+        if self._penalties is not None:
+            self._penalties = Penalties(self.params, self._num_prompt_tokens)
+
     def sample(
         self,
         logits: torch.Tensor,
