@@ -379,6 +379,36 @@ def test_who_is_computed_takes_the_room_of_who_is_read(
     assert cache.num_available_pages == 6
 
 
+def test_who_waits_before_it_takes_the_room_of_who_is_read(
+    caches: list[KvCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else neither goes on: the one has no room, and the other is behind it."""
+    monkeypatch.setattr(kv_cache, "FETCH_BYTES", PAGE)
+    cache = make_cache(caches, 6, memory_bytes=100 * PAGE)
+    for number in (1, 2, 3):
+        use(cache, prompt_of(number, 5))
+    scheduler = Scheduler(cache, 40, 64)
+    first, read = make_request("first", prompt_of(4, 3)), make_request("read", prompt_of(1, 5))
+    alike = make_request("alike", prompt_of(4, 3)[:-1] + [9] * 40)
+    for request in (first, alike, read):
+        scheduler.add(request)
+    assert compute(scheduler) == ["first"]
+    assert compute(scheduler) == ["first"]
+    assert scheduler._fetching is not None
+    assert scheduler._fetching[0] is read
+    scheduler.remove(first)
+    # Waiting in vain would never return.
+    with scheduler._changing():
+        [step] = scheduler._schedule()
+    assert (step.request, step.start, step.stop) == (alike, 3 * PAGE_TOKENS, 3 * PAGE_TOKENS + 40)
+    scheduler.remove(alike)
+    assert compute(scheduler) == ["read"]
+    assert read.cached_tokens is not None
+    assert read.cached_tokens.total == 5 * PAGE_TOKENS
+    scheduler.remove(read)
+    assert cache.num_available_pages == 6
+
+
 def test_a_request_that_goes_while_it_is_read_leaves_nothing(caches: list[KvCache], tmp_path: Path) -> None:
     cache = make_cache(caches, 40, disk_dir=tmp_path)
     use(cache, prompt_of(1, 4))

@@ -153,7 +153,7 @@ class Scheduler:
             # A guess is made from the hidden state of the token before, which is in no cache.
             request.num_computed_tokens = num_cached - 1 if num_cached and self.max_drafts else num_cached
             wanted = _wanted(request, table, budget)
-            if not self.kv_cache.reserve(table, self._room(wanted)):
+            if not self._take_room(wanted):
                 self.kv_cache.close(table)
                 break
             self._waiting.remove(request)
@@ -218,6 +218,17 @@ class Scheduler:
         self.kv_cache.close(self._fetching[1])
         self._fetching = None
         self._passed.clear()
+
+    def _take_room(self, wanted: Scheduled) -> bool:
+        """Pages for one that waits, where there are any; who comes behind it and is read for loses its own."""
+        while not self.kv_cache.reserve(wanted.table, self._room(wanted)):
+            if self._fetching is None:
+                return False
+            place = self._waiting.index
+            if place(self._fetching[0]) < place(wanted.request):
+                return False
+            self._stop_fetching()
+        return True
 
     def _make_room(self, wanted: Scheduled, step: list[Scheduled]) -> bool:
         """Pages for what is wanted; requests that came last lose theirs. Whether none had to."""
