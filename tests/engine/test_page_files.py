@@ -185,7 +185,7 @@ def test_pages_of_other_arithmetic_are_others(tmp_path: Path) -> None:
     assert len(PageFolder(tmp_path, other, MANY)) == 1  # and none of them has this seed
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b'{"model_hash": 1}', b"\xff"])
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"model_hash": 1}', b"\xff", b"[" * 10**6])
 def test_a_broken_description_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "kv-cache.json").write_bytes(content)
     with pytest.raises(CacheFormatError, match=r"kv-cache\.json: "):
@@ -256,3 +256,64 @@ def test_two_processes_on_one_folder_do_no_harm(tmp_path: Path) -> None:
     two.write(key_of(8), content_of(8))
     assert held(one, 5, 6, 7) == [5, 6, 7]
     assert held(two, 7, 8) == [7, 8]
+
+
+def starting_meanwhile(monkeypatch: pytest.MonkeyPatch, *, seen: bool) -> None:
+    """Another process begins to use a new folder just before, or just after, its files are listed."""
+    listdir = os.listdir
+
+    def listing(path: Path) -> list[str]:
+        monkeypatch.setattr(os, "listdir", listdir)
+        before = listdir(path)
+        folder_with(path, 1)
+        return listdir(path) if seen else before
+
+    monkeypatch.setattr(os, "listdir", listing)
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_of_two_that_begin_at_once_the_first_decides_what_the_folder_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: bool
+) -> None:
+    starting_meanwhile(monkeypatch, seen=seen)
+    assert held(PageFolder(tmp_path / "same", FORMAT, MANY), 1) == [1]
+    starting_meanwhile(monkeypatch, seen=seen)
+    with pytest.raises(CacheFormatError, match=r"model_hash: got \"aaa"):
+        PageFolder(tmp_path / "other", dataclasses.replace(FORMAT, model_hash="b" * 64), MANY)
+    assert [each.name for each in (tmp_path / "other").iterdir() if each.is_file()] == ["kv-cache.json"]
+
+
+def test_a_file_system_without_links_is_good_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refusing)
+    folder_with(tmp_path, 1)
+    assert held(PageFolder(tmp_path, FORMAT, MANY), 1) == [1]
+
+
+def test_what_another_process_removes_and_what_is_no_file_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = folder_with(tmp_path, 1, 2, 3, 4, 5)
+    paths = {number: folder.path_of(key_of(number).hash) for number in range(1, 6)}
+    for number in range(2, 6):
+        paths[number].unlink()
+    paths[2].mkdir()
+    os.mkfifo(paths[3])
+    paths[4].symlink_to("/dev/zero")
+    paths[5].symlink_to(tmp_path / "nowhere")
+    other = PageFolder(tmp_path, FORMAT, MANY)
+    assert len(other) == 1
+    assert held(other, *range(1, 6)) == [1]
+    assert "got no regular file; not used" in caplog.text
+    paths[1].unlink()
+    os.mkfifo(paths[1])
+    assert held(other, 1) == []
+
+    def removing(pid: object) -> bool:
+        raise FileNotFoundError
+
+    (paths[1].parent / f".{'0' * 32}.1-00ff00ff.partial").write_bytes(b"half")
+    monkeypatch.setattr(page_files, "_is_running", removing)
+    assert len(PageFolder(tmp_path, FORMAT, MANY)) == 0

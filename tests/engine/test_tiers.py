@@ -303,6 +303,20 @@ def test_after_the_end_nothing_is_waited_for(caches: list[KvCache], tmp_path: Pa
     assert use(cache, prompt_of(1, 3)) == {}
 
 
+def test_a_tier_that_its_own_thread_closes_ends(
+    caches: list[KvCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the garbage collector runs in that thread, under its lock, and finds the one it serves."""
+    cache = make_cache(caches, 8, disk_dir=tmp_path)
+    tier, copy_page = cache._tiers._disk, cache._copy_page
+    assert tier is not None
+    monkeypatch.setattr(tier, "_copy_page", lambda page: cache.shut() or copy_page(page))
+    use(cache, prompt_of(1, 3))
+    tier._thread.join(20)
+    assert not tier._thread.is_alive()
+    assert use(make_cache(caches, 8, disk_dir=tmp_path), prompt_of(1, 3)) == {"disk": 3}
+
+
 def test_a_budget_that_holds_no_page_is_refused(caches: list[KvCache], tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=rf"kv_memory_bytes: got {PAGE - 1}, expected 0, or at least {PAGE}"

@@ -43,8 +43,9 @@ class DiskTier:
         self._folder, self._copy_page = folder, copy_page
         self._most_copies = max(1, BACKLOG_BYTES // folder.format.page_bytes)
         self._most_read = max(1, READ_AHEAD_BYTES // folder.format.page_bytes)
-        # Entered directly: its exit is one native call, which Ctrl-C cannot fall into.
-        self._lock = threading.Lock()
+        # Entered directly: its exit is one native call, which Ctrl-C cannot fall into. One that its holder may
+        # take again: the garbage collector, wherever it runs, may end the one whose tier this is.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._from_pool: OrderedDict[bytes, tuple[PageKey, int]] = OrderedDict()
         self._copies: OrderedDict[bytes, tuple[PageKey, PageBytes]] = OrderedDict()
@@ -147,7 +148,8 @@ class DiskTier:
             self._is_closing = True
             self._reads.clear()
             self._changed.notify_all()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
     def _is_pending(self, page_hash: bytes) -> bool:
         return page_hash in self._reads or page_hash == self._reading

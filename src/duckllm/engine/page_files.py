@@ -17,9 +17,11 @@ import struct
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -161,7 +163,7 @@ def check_model(folder: Path, model_hash: str) -> None:
     path = folder / DESCRIPTION_FILE
     try:
         got = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return
     if isinstance(got, dict) and got.get("model_hash") != model_hash:
         difference = f"model_hash: got {_shown(got.get('model_hash'))}, expected {_shown(model_hash)}"
@@ -280,34 +282,55 @@ class PageFolder:
             got = json.loads(path.read_bytes())
         except FileNotFoundError:
             others = sorted(name for name in os.listdir(self.path) if not name.startswith("."))
-            if others:
+            if others and DESCRIPTION_FILE not in others:
                 raise CacheFormatError(
                     f"{self.path}: got a folder with {others[0]!r} and no {DESCRIPTION_FILE}, "
                     "expected pages of the KV cache, or nothing"
                 ) from None
-            write_atomically(path, json.dumps(self.format.description, indent=1).encode() + b"\n")
-            return
-        except ValueError as error:
+            self._describe(path)
+            # Another process may have been first, with another format.
+            got = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
             raise CacheFormatError(f"{path}: cannot be read ({error})") from error
         if difference := describe_difference(self.format, got):
             raise CacheFormatError(_of_another(path, difference))
+
+    def _describe(self, path: Path) -> None:
+        """Writes what the folder is, unless it is said by now: of several processes the first one does."""
+        partial = path.with_name(f".{path.name}.{self._own}.partial")
+        try:
+            write_atomically(partial, json.dumps(self.format.description, indent=1).encode() + b"\n")
+            try:
+                os.link(partial, path)
+            except FileExistsError:
+                pass
+            except OSError:  # a file system without links
+                partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     def _scan(self) -> None:
         """Finds the files that are there; removes what interrupted writes left."""
         found: list[tuple[int, bytes]] = []
         for folder in os.scandir(self.path):
-            if len(folder.name) != 2 or not folder.is_dir():
-                continue
-            for entry in os.scandir(folder.path):
-                if match := _NAME.fullmatch(entry.name):
-                    page_hash, status = bytes.fromhex(match[1]), entry.stat()
-                    whole = status.st_size == self.format.file_bytes
-                    if whole or self._content(Path(entry.path), page_hash) is not None:
-                        found.append((status.st_mtime_ns, page_hash))
-                elif (match := _PARTIAL.fullmatch(entry.name)) and not _is_running(int(match[1])):
-                    Path(entry.path).unlink(missing_ok=True)
+            if len(folder.name) == 2 and folder.is_dir():
+                for entry in os.scandir(folder.path):
+                    # Another process may remove it meanwhile, or it may be no file of ours.
+                    with suppress(OSError):
+                        found += self._found(entry)
         self._index.update((page_hash, None) for _, page_hash in sorted(found))
         self._make_room(self.max_pages)
+
+    def _found(self, entry: os.DirEntry[str]) -> list[tuple[int, bytes]]:
+        """The time and hash of a page, if an entry of a folder is one."""
+        if match := _NAME.fullmatch(entry.name):
+            page_hash, status = bytes.fromhex(match[1]), entry.stat()
+            whole = S_ISREG(status.st_mode) and status.st_size == self.format.file_bytes
+            if whole or self._content(Path(entry.path), page_hash) is not None:
+                return [(status.st_mtime_ns, page_hash)]
+        elif (match := _PARTIAL.fullmatch(entry.name)) and not _is_running(int(match[1])):
+            Path(entry.path).unlink(missing_ok=True)
+        return []
 
     def _make_room(self, most: int) -> None:
         while len(self._index) > most:
@@ -317,7 +340,11 @@ class PageFolder:
 
     def _content(self, path: Path, page_hash: bytes) -> PageBytes | None:
         """What a file holds, once it is known to be that; a broken one is removed, a foreign one is named."""
-        size = path.stat().st_size
+        status = path.stat()
+        if not S_ISREG(status.st_mode):  # a pipe would be waited for
+            _log.warning("%s: got no regular file; not used", path)
+            return None
+        size = status.st_size
         if size > _MOST_LENGTHS * self.format.file_bytes:
             _log.warning("%s: got %d bytes, expected %d; not used", path, size, self.format.file_bytes)
             return None
@@ -342,7 +369,7 @@ class PageFolder:
         if description != self.format.description_bytes:
             try:
                 return describe_difference(self.format, json.loads(description)) or "description: got another"
-            except ValueError:
+            except (ValueError, RecursionError):
                 return "description: got no JSON, expected an object"
         if payload_bytes != self.format.page_bytes or len(data) != self.format.file_bytes:
             return f"length: got {payload_bytes} in {len(data)}, expected {self.format.page_bytes}"
