@@ -43,8 +43,8 @@ class DiskTier:
         self._folder, self._copy_page = folder, copy_page
         self._most_copies = max(1, BACKLOG_BYTES // folder.format.page_bytes)
         self._most_read = max(1, READ_AHEAD_BYTES // folder.format.page_bytes)
-        # Entered directly: its exit is one native call, which Ctrl-C cannot fall into. One that its holder may
-        # take again: the garbage collector, wherever it runs, may end the one whose tier this is.
+        # Entered directly: its exit is one native call, which Ctrl-C cannot fall into. Its holder may take it
+        # again: the garbage collector, wherever it runs, may end the one whose tier this is.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._from_pool: OrderedDict[bytes, tuple[PageKey, int]] = OrderedDict()

@@ -220,7 +220,7 @@ class Scheduler:
         self._passed.clear()
 
     def _take_room(self, wanted: Scheduled) -> bool:
-        """Pages for one that waits, where there are any; who comes behind it and is read for loses its own."""
+        """Pages for one that waits, where there are any; who is read for and comes behind it loses its."""
         while not self.kv_cache.reserve(wanted.table, self._room(wanted)):
             if self._fetching is None:
                 return False
