@@ -69,6 +69,34 @@ def test_no_more_requests_than_allowed_and_the_first_come_first() -> None:
     assert [name for name, *_ in compute(scheduler)] == ["b", "c"]
 
 
+def test_guesses_share_what_those_who_answer_leave_of_a_step() -> None:
+    """With a step's worth of guesses of the first ones, the last one would wait until these have ended."""
+    scheduler = make_scheduler(step=9)
+    requests = [make_request(name, 2, first=100 * number) for number, name in enumerate("abcd")]
+    for request in requests:
+        scheduler.add(request)
+    assert len(compute(scheduler)) == 4
+    for request in requests:
+        request.draft_token_ids = [1, 2, 3, 4]
+    step = scheduler.schedule()
+    assert [len(each.drafts) for each in step] == [2, 1, 1, 1]
+    requests[0].draft_token_ids, requests[2].draft_token_ids = [], [1]
+    assert [len(each.drafts) for each in scheduler.schedule()] == [0, 2, 1, 2]
+    scheduler.max_step_tokens = 5
+    requests[0].draft_token_ids = [1, 2]
+    assert [len(each.drafts) for each in scheduler.schedule()] == [1, 0, 0, 0]
+    scheduler.max_step_tokens = 3
+    assert [(each.request.request_id, len(each.drafts)) for each in scheduler.schedule()] == [
+        ("a", 0), ("b", 0), ("c", 0),
+    ]  # fmt: skip
+    # A prompt has half of what is left, else it would wait for the others' ends as well.
+    scheduler.max_step_tokens = 12
+    scheduler.add(make_request("long", 30, first=500))
+    for _ in range(2):
+        step = scheduler.schedule()
+        assert [len(each.token_ids) for each in step] == [2, 2, 2, 2, 4]
+
+
 def test_a_step_that_was_not_computed_is_scheduled_again() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request("a", 5))

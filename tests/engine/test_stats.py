@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from duckllm.engine.engine import Drafting
 from duckllm.engine.request import Request
 from duckllm.engine.stats import WINDOW_STEPS, EngineStats, StepRecord
 from duckllm.models.step_times import StepTimes
@@ -97,3 +98,24 @@ def test_the_engine_counts_what_it_does(tmp_path_factory: pytest.TempPathFactory
     assert 0 < sum(parts.values()) <= metrics.step_s
     assert parts["draft_s"] == 0
     assert min(parts[part] for part in ("attention_s", "dispatch_s", "wait_s", "head_s", "sampling_s")) > 0
+
+
+@pytest.mark.parametrize(("step", "num_requests"), [(64, 3), (8, 5), (7, 3)])
+def test_what_guesses_take_is_learned_with_room_for_all_of_them_or_for_some(
+    tmp_path_factory: pytest.TempPathFactory, step: int, num_requests: int
+) -> None:
+    """Else a measured choice would never come to its second way."""
+    model, mtp = make_model(tmp_path_factory.mktemp("model"), GROUPED, 64)
+    engine = make_engine(model, Drafting(mtp, 2, "auto"), step=step)
+    learned: list[bool] = []
+    engine.choices.record = lambda what, kind, used, *_: learned.append(used) if what == "drafts" else None  # type: ignore[method-assign]
+    requests = [
+        engine.new_request([first, 5], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+        for first in range(1, num_requests + 1)
+    ]
+    for request in requests:
+        engine.add(request)
+    for _ in range(7):
+        engine.step()
+    assert learned.count(True) >= 3
+    assert min(request.num_output_tokens for request in requests) >= 6

@@ -228,7 +228,7 @@ class Engine:
         step = self.scheduler.schedule()
         if not step:
             return
-        watch = StepWatch(step, self.choices)
+        watch = StepWatch(step, self.choices, self.scheduler.max_step_tokens)
         hidden = self.model.forward_lanes(self._lanes(step, watch), self.kv_cache.tensors, watch.times)
         computed = self._sample(step, hidden, watch)
         if self.drafter is not None:

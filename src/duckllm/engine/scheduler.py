@@ -132,10 +132,17 @@ class Scheduler:
         preempted = False
         for request in [request for request in self._running if request.finish_reason is not None]:
             self._let_go(request)  # its last step was interrupted
-        for request in sorted(self._running, key=lambda request: _num_left(request) > 1):
+        order = sorted(self._running, key=lambda request: _num_left(request) > 1)
+        answering = sum(_num_left(request) == 1 for request in order)
+        # Guesses take no answering one's turn, and half of what is left then where there are prompts.
+        has_prompts = answering < len(order) or (self._waiting and len(order) < self.max_num_seqs)
+        room = max(0, budget - answering) // (2 if has_prompts else 1)
+        for number, request in enumerate(order):
             if not budget or request not in self._running:
                 continue
-            wanted = _wanted(request, self._running[request], budget)
+            most_drafts = -(-room // max(1, answering - number))
+            wanted = _wanted(request, self._running[request], budget, most_drafts)
+            room -= len(wanted.drafts)
             preempted |= not self._make_room(wanted, step)
             if request in self._running:
                 step.append(wanted)
@@ -152,7 +159,7 @@ class Scheduler:
             num_cached = len(table.pages) * PAGE_TOKENS
             # A guess is made from the hidden state of the token before, which is in no cache.
             request.num_computed_tokens = num_cached - 1 if num_cached and self.max_drafts else num_cached
-            wanted = _wanted(request, table, budget)
+            wanted = _wanted(request, table, budget, budget)
             if not self._take_room(wanted):
                 self.kv_cache.close(table)
                 break
@@ -264,12 +271,12 @@ def _common_pages(request: Request, other: Request, known: int) -> int:
     return pages
 
 
-def _wanted(request: Request, table: PageTable, budget: int) -> Scheduled:
+def _wanted(request: Request, table: PageTable, budget: int, most_drafts: int) -> Scheduled:
     num_left = _num_left(request)
     start = len(request.token_ids) - num_left
     stop = start + min(budget, num_left)
     is_last = stop == len(request.token_ids)
-    drafts = request.draft_token_ids[: budget - num_left] if is_last else []
+    drafts = request.draft_token_ids[: min(most_drafts, budget - num_left)] if is_last else []
     return Scheduled(request, table, start, stop, tuple(drafts))
 
 

@@ -136,9 +136,10 @@ class StepWatch:
     Args:
         step: What is scheduled.
         choices: Decides, and learns.
+        max_step_tokens: Most tokens of a step.
     """
 
-    def __init__(self, step: Sequence[Scheduled], choices: Choices) -> None:
+    def __init__(self, step: Sequence[Scheduled], choices: Choices, max_step_tokens: int) -> None:
         self._step, self._choices = step, choices
         self._lengths = [(each, len(each.request.token_ids)) for each in step]
         self._accepted = sum(each.request.num_accepted_tokens for each in step)
@@ -151,7 +152,7 @@ class StepWatch:
         self._lane_kind = (num_rows.bit_length(), self._num_prompt > 0)
         self.guesses = choices.choose("drafts", self._draft_kind)
         self.uses_lanes = num_rows > 1 and choices.choose("lanes", self._lane_kind)
-        self._num_rows = num_rows
+        self._num_rows, self._is_full = num_rows, num_rows == max_step_tokens
         self._start_s = time.perf_counter()
 
     def finish(self, stats: EngineStats) -> None:
@@ -166,9 +167,11 @@ class StepWatch:
         for each in self._step:
             if each.request.finish_reason is not None:
                 stats.record_end(each.request)
-        # Steps in which all guess, and checked a guess, or nobody does either: the rest is on the way.
-        guessed = [bool(each.drafts) for each in self._step]
-        if self._num_prompt == 0 and (all(guessed) if self.guesses else not any(guessed)):
+        # Steps in which all guess, and checked guesses, or nobody does either: the rest is on the way. Where
+        # there is no room for everybody's guesses, some are all that there will be.
+        num_guessed = sum(bool(each.drafts) for each in self._step)
+        enough = 1 if self._is_full else len(self._step)
+        if self._num_prompt == 0 and (num_guessed >= enough if self.guesses else num_guessed == 0):
             self._choices.record("drafts", self._draft_kind, self.guesses, seconds, num_new)
         if self._num_rows > 1:
             layers_s = seconds - self.times.draft_s - self.times.head_s - self.times.sampling_s
