@@ -81,7 +81,7 @@ def longest_pause(llm: LLM, lose: Callable[[], object] | None) -> tuple[float, l
 
 def measure(model: str | None, mode: str) -> tuple[float, float]:
     """The longest pause without a fault and with one, seconds."""
-    options: dict[str, Any] = {"lanes": "off", "draft": "off", "max_model_len": 256}
+    options: dict[str, Any] = {"lanes": "off", "draft": "off", "max_model_len": 256, "shares": "even"}
     with ExitStack() as stack:
         nodes: Sequence[Node] = ()
         workers: int | list[str] = 2

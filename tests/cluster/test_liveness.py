@@ -57,7 +57,7 @@ def test_a_worker_in_a_session_lives_and_a_stopped_one_does_not(
 
 
 def test_a_worker_that_computes_says_that_it_lives(tmp_path: Path) -> None:
-    tokens, steps = 512, 6
+    tokens, steps = 512, 3
     model = make_model(
         tmp_path / "model", hidden_size=512, intermediate_size=512, num_experts=8, top_k=8, layers=[1]
     )

@@ -27,7 +27,7 @@ from worker_harness import WorkerProcess, running_worker, stop_process
 PREFILL, DECODE = 1, 40  # numbers of a step of each
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=16)
 SEEDED = SamplingParams(temperature=1.0, seed=7, ignore_eos=True, max_tokens=16)
-QUICK: dict[str, Any] = {"worker_silence_s": 0.25, "max_model_len": 256}
+QUICK: dict[str, Any] = {"worker_silence_s": 0.25, "max_model_len": 256, "shares": "even"}
 BOTH_WAYS: dict[str, Any] = {"lanes": "on", "draft": "on"}
 
 
