@@ -16,6 +16,7 @@ import typer
 
 from duckllm import __version__
 from duckllm.cli import chat as chat_verb
+from duckllm.cli import doctor as doctor_verb
 from duckllm.cli.bench import bench
 from duckllm.cli.convert import convert
 from duckllm.cli.inspect import inspect
@@ -81,6 +82,7 @@ app.command("chat", epilog=chat_verb.EXAMPLES)(chat_verb.chat)
 app.command("convert", epilog=_CONVERT_EXAMPLES)(convert)
 app.command("inspect", epilog=_INSPECT_EXAMPLES)(inspect)
 app.command("plan", epilog=_PLAN_EXAMPLES)(plan)
+app.command("doctor", epilog=doctor_verb.EXAMPLES)(doctor_verb.doctor)
 app.command("worker", epilog=_WORKER_EXAMPLES)(worker)
 app.add_typer(bench)
 

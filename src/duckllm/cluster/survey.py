@@ -5,6 +5,7 @@ Called by ``duckllm plan`` and ``duckllm doctor``; a worker that is busy with a 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,6 @@ from duckllm import _native
 from duckllm.cluster.address import Address
 from duckllm.cluster.connect import Connection, WorkerInfo
 
-SMALL_BYTES = 0
 _TIMEOUT_S = 5.0
 _WARM_UP = 3
 
@@ -45,15 +45,19 @@ def step_message_bytes(hidden_size: int, top_k: int) -> int:
     return min(_native.MAX_PING_BYTES, _native.STEP_HEADER_BYTES + 4 * hidden_size + 8 * top_k)
 
 
-def time_round_trips(connection: Connection, num_bytes: int, count: int) -> RoundTrip:
-    """Sends a message so often, one at a time; the first few are not counted.
+def time_round_trips(connection: Connection, num_bytes: int, count: int, limit_s: float = 1.0) -> RoundTrip:
+    """Sends a message so often, or for so long, one at a time; the first few are not counted.
 
     Raises:
         ClusterError: The worker is gone, or answers something else.
     """
     for _ in range(_WARM_UP):
         connection.ping(num_bytes)
-    return RoundTrip(num_bytes, tuple(sorted(1e6 * connection.ping(num_bytes) for _ in range(count))))
+    samples: list[float] = []
+    start = time.monotonic()
+    while len(samples) < count and (not samples or time.monotonic() - start < limit_s):
+        samples.append(1e6 * connection.ping(num_bytes))
+    return RoundTrip(num_bytes, tuple(sorted(samples)))
 
 
 def survey(

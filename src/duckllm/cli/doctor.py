@@ -1,0 +1,95 @@
+"""``duckllm doctor``: checks this machine, and workers and the ways to them, and says what to change.
+
+Mounted by cli/main.py. Changes nothing and needs no privileges.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from duckllm.cli.common import Waiting, parse_workers
+from duckllm.cli.terminal import printable
+from duckllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from duckllm.doctor.finding import Finding
+
+EXAMPLES = """\b
+Examples:
+  duckllm doctor
+  duckllm doctor --workers 10.0.0.11:7411,10.0.0.12:7411 --token-file token
+  duckllm doctor --json
+"""
+_COLOURS = {"ok": "green", "warning": "yellow", "problem": "red", "unknown": "dim"}
+
+
+def doctor(
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            help="Addresses of workers to check too, and the ways to them: a:port,b:port.", show_default=False
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the secret that the workers share.", readable=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object.")] = False,
+) -> None:
+    """Check this machine, and workers and the ways to them, and say what to change.
+
+    Changes nothing and needs no privileges; what cannot be known is said to be so. A busy worker is checked
+    too, whose steps then take turns with the messages that are timed. Exit code 1 where there is a problem.
+    """
+    from duckllm.cluster.address import parse_address
+    from duckllm.doctor.examine import examine
+
+    asked = () if workers is None else parse_workers(workers)
+    if not isinstance(asked, tuple):
+        raise ConfigError("workers", workers, "addresses: name:port,name:port")
+    findings = examine([parse_address(address, "workers") for address in asked], token_file, Waiting)
+    counts = Counter(finding.status for finding in findings)
+    if as_json:
+        shown = [dataclasses.asdict(finding) for finding in findings]
+        print(json.dumps({"problems": counts["problem"], "warnings": counts["warning"], "findings": shown}))
+    else:
+        show(findings)
+        print(f"{counts['problem']} problems, {counts['warning']} warnings, {counts['unknown']} unknown")
+    if counts["problem"]:
+        raise typer.Exit(1)
+
+
+def show(findings: list[Finding]) -> None:
+    """The findings for people: a table, and below it what to do, in lines that can be copied."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_edge=False, pad_edge=False)
+    for name in ("where", "check", "", "found"):
+        table.add_column(name, overflow="fold")
+    where = ""
+    for finding in findings:
+        if where and finding.where != where:
+            table.add_section()
+        # As Text: a worker's words may hold what rich takes for its markup.
+        table.add_row(
+            Text("" if finding.where == where else printable(finding.where)),
+            Text(finding.check),
+            Text(finding.status, style=_COLOURS[finding.status]),
+            Text(printable(finding.found)),
+        )
+        where = finding.where
+    console = Console(file=sys.stdout)
+    console.print(table)
+    for finding in findings:
+        if finding.advice:
+            line = f"{finding.where}, {finding.check}: {finding.advice}"
+            console.print(Text(printable(line)), soft_wrap=True)
