@@ -10,8 +10,9 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from duckllm.cli import main as main_module
 from duckllm.cli.main import app
-from duckllm.errors import AuthenticationError, ConfigError
+from duckllm.errors import AuthenticationError, ConfigError, InWords, PlacementError
 from worker_harness import running_worker
 
 
@@ -129,6 +130,24 @@ def test_plan_that_does_not_fit_shows_its_table_and_is_refused(demo_folder: Path
         in str(result.exception)
     )
     assert "hold 0 of 8 stripes; a node that holds none must be left out" in str(result.exception)
+
+
+def test_a_start_that_does_not_fit_shows_the_table_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = PlacementError("memory", InWords("too little"), "more", table="node  stripes\na:1   \x1b[2J4")
+
+    def refuse(**options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(main_module, "app", refuse)
+    with pytest.raises(SystemExit) as caught:
+        main_module.main()
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert said.splitlines()[0] == "node  stripes"
+    assert said.endswith("\nduckllm: memory: got too little, expected more\n")
+    assert "\x1b" not in said
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -22,8 +23,13 @@ from duckllm.worker.server import WorkerServer
 from worker_harness import (
     WorkerProcess,
     check_serves,
+    connect,
+    expected_sum,
     fake_worker,
     frame,
+    make_step,
+    open_transport,
+    plan_for,
     raw_socket,
     read_error,
     read_frame,
@@ -121,6 +127,18 @@ def test_messages_come_back_until_the_plan(worker: WorkerProcess, model: Manifes
     assert error[0] == ErrorCode.PROTOCOL.value
     assert "frame type from the host: got CLOSE, expected PREPARE or PING" in error[1]
     check_serves(worker, model)
+
+
+def test_a_worker_that_is_busy_sends_messages_back_too(worker: WorkerProcess, model: Manifest) -> None:
+    [plan] = plan_for(model)
+    busy = connect(worker.address, plan)
+    connection = Connection(worker.address, None, 10.0)
+    assert connection.ping(64) > 0
+    connection.close()
+    with open_transport([busy]) as transport:
+        step = make_step(model, 1)
+        got = transport.wait(transport.submit(step.layer, step.x, step.topk_ids, step.topk_weights))
+    np.testing.assert_array_equal(got, expected_sum(model, [plan], step))
 
 
 @pytest.mark.parametrize(
