@@ -285,3 +285,48 @@ def test_steps_of_the_layer_keep_to_the_limit(pair: tuple[CausalLM, MTPLayer]) -
         engine.step()
     assert max(sizes) == 7
     assert sum(sizes) == sum(len(request.token_ids) - 1 for request in requests)
+
+
+def test_what_was_kept_of_a_request_that_is_computed_again_counts_once(
+    pair: tuple[CausalLM, MTPLayer],
+) -> None:
+    """It lost its pages while the layer still had to see its tokens."""
+    model, mtp = pair
+    engine = make_engine(model, Drafting(mtp, 2, "auto"))
+    expected = guesses_of(engine, engine.new_request(PROMPT, SamplingParams(temperature=0, max_tokens=9)))
+    engine = make_engine(model, Drafting(mtp, 2, "auto"))
+    engine.choices.policies["drafts"] = "off"
+    request = engine.new_request(PROMPT, SamplingParams(temperature=0, max_tokens=9))
+    engine.add(request)
+    engine.step()
+    engine.scheduler.remove(request)  # as for who came before it
+    engine.choices.policies["drafts"] = "on"
+    again = guesses_of(engine, request)
+    assert len(again) > 2
+    assert again == expected[-len(again) :]
+
+
+def test_a_context_in_the_least_room_is_computed_to_its_end(pair: tuple[CausalLM, MTPLayer]) -> None:
+    """Room for guesses is asked for no further than the context can go."""
+    model, mtp = pair
+    context = 2 * PAGE_TOKENS
+    engine = make_engine(model, Drafting(mtp, 8, "on"), context=context, pages=2)
+    request = engine.new_request(PROMPT, SamplingParams(temperature=0, ignore_eos=True))
+    engine.add(request)
+    for _ in range(context):
+        engine.step()
+    assert (len(request.token_ids), request.finish_reason) == (context, "length")
+    assert list(request.output_token_ids) == greedy(make_engine(model), PROMPT, context - len(PROMPT))
+
+
+def test_nothing_is_guessed_that_could_not_be_taken(pair: tuple[CausalLM, MTPLayer]) -> None:
+    """A reply's last token is chosen behind its last guess."""
+    engine = make_engine(pair[0], context=len(PROMPT) + 6)
+    for params, most in (({"max_tokens": 5}, [4, 3, 2, 1]), ({}, [5, 4, 3, 2])):
+        request = engine.new_request(PROMPT, SamplingParams(temperature=0, ignore_eos=True, **params))  # type: ignore[arg-type]
+        got = [request.most_drafts(8)]
+        for token_id in (1, 2, 3):
+            request.append(token_id)
+            got.append(request.most_drafts(8))
+        assert got == most
+        assert request.most_drafts(1) == 1
