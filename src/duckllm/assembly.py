@@ -98,19 +98,19 @@ def begin_workers(
         ConfigError: More workers than stripes, a malformed address, or bf16 on a CPU that lacks it.
         ClusterError: A worker does not start, cannot be reached or refuses.
     """
-    if not config.addresses:
+    if config.kind == "local":
         check_prefill(config.prefill, select_isa())
-    num_workers = config.num_workers
-    # Before the processes start, as it refuses more workers than there are stripes.
     asked = None if isinstance(config.shares, str) else config.shares
-    slices = plan_slices(model.manifest.num_stripes, num_workers, asked)
+    num_stripes = model.manifest.num_stripes
+    # Before the processes start, as it refuses more workers than there are stripes.
+    slices = plan_slices(num_stripes, config.num_workers, asked) if config.num_workers else ()
     num_layers = model.num_layers + drafts(model, step_config)
     cluster = stack.enter_context(open_cluster(config))
-    if config.addresses:  # workers started here are all alike, and their memory is this machine's
+    if config.kind != "local":  # workers started here are all alike, and their memory is this machine's
         slices = place_experts(model.manifest, cluster.greet(), config, num_layers)
     plans = plan_workers(
         model.manifest,
-        num_workers,
+        cluster.num_workers,
         max_step_tokens=config.max_step_tokens,
         wire_dtype=config.wire_dtype,
         reply_dtype=config.reply_dtype,
@@ -194,12 +194,14 @@ def build_engine(
             f"tokenizer: got token id {tokenizer.max_token_id} in {model.path}, "
             f"expected ids below vocab_size, {parsed.vocab_size}, of its config.json"
         )
+    num_here = 0 if cluster is None else cluster.num_here
     memory = plan_host(
         host_needs(
             inspect_model(model.path),
             drafts=drafts(model, step_config),
-            weight_format=None if config.addresses else _format_of(model, config),
-            num_workers=0 if cluster is None or config.addresses else config.workers,
+            # Where Ray puts some of the workers here, their slices are counted as all of the experts.
+            weight_format=_format_of(model, config) if cluster is None or num_here else None,
+            num_workers=num_here,
             tier_bytes=cache_limits.memory_bytes,
             available_bytes=cache_limits.available_bytes,
             total_bytes=total_memory_bytes(),
@@ -210,8 +212,7 @@ def build_engine(
     )
     length = memory.max_model_len
     tensors = HostTensors(model.path)
-    shares_cores = cluster is not None and not config.addresses
-    torch.set_num_threads(host_threads or _host_threads(tensors, shares_cores))
+    torch.set_num_threads(host_threads or _host_threads(tensors, num_here > 0))
     if cluster is None:
         experts, info = _experts_here(model, config)
     else:

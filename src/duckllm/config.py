@@ -33,9 +33,12 @@ class ClusterConfig:
     """How the workers come to be and how the host speaks with them.
 
     Args:
-        workers: Number of workers to start here, when ``addresses`` is empty.
-        addresses: Addresses of running workers, ``"name:port"``; empty means "start them here".
-        threads_per_worker: Compute threads of each worker started here; 0 divides the cores evenly.
+        workers: Number of workers to start, when ``addresses`` is empty; 0 with Ray for one on each node.
+        addresses: Addresses of running workers, ``"name:port"``; empty means "start them".
+        cluster: ``"local"`` starts the workers here, ``"static"`` takes those at ``addresses``, ``"ray"`` or
+            ``"ray:name:port"`` has Ray place them on nodes; None decides by ``addresses``.
+        threads_per_worker: Compute threads of each worker started here or by Ray; 0 divides the cores of a
+            machine among its workers.
         spin_us: How long an idle thread spins before it sleeps, microseconds; -1 decides by the cores.
         wire_dtype: Activations on the wire, ``"f32"`` or ``"bf16"``.
         reply_dtype: Partial sums on the wire, ``"f32"`` or ``"bf16"``.
@@ -67,6 +70,7 @@ class ClusterConfig:
 
     workers: int = 2
     addresses: tuple[str, ...] = ()
+    cluster: str | None = None
     threads_per_worker: int = 0
     spin_us: int = -1
     wire_dtype: str = "f32"
@@ -85,8 +89,9 @@ class ClusterConfig:
     cluster_token: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_cluster()
         for field, least, most in (
-            ("workers", 1, MAX_WORKERS),
+            ("workers", 0 if self.kind == "ray" else 1, MAX_WORKERS),
             ("threads_per_worker", 0, MAX_THREADS),
             ("spin_us", -1, 1_000_000),
             ("max_step_tokens", 1, MAX_STEP_TOKENS),
@@ -124,9 +129,29 @@ class ClusterConfig:
         if self.cluster_token is not None and not is_utf8(self.cluster_token):
             raise ConfigError("cluster_token", InWords("text that UTF-8 cannot hold"), "valid text")
 
+    def _check_cluster(self) -> None:
+        cluster = self.cluster
+        if cluster is not None and not (
+            isinstance(cluster, str) and (cluster in ("local", "static", "ray") or cluster.startswith("ray:"))
+        ):
+            raise ConfigError("cluster", cluster, "local, static, ray or ray:name:port")
+        if self.kind == "static" and not self.addresses:
+            raise ConfigError("workers", self.workers, "addresses, name:port,name:port, with cluster static")
+        if cluster is not None and self.kind != "static" and self.addresses:
+            raise ConfigError("workers", list(self.addresses), f"a number, with cluster {cluster}")
+        if self.kind == "ray" and self.spares:
+            raise ConfigError("spares", self.spares, "0 with Ray, which starts a lost worker on any node")
+
+    @property
+    def kind(self) -> str:
+        """``"local"``, ``"static"`` or ``"ray"``."""
+        if self.cluster is None:
+            return "static" if self.addresses else "local"
+        return self.cluster.partition(":")[0]
+
     @property
     def num_workers(self) -> int:
-        """W, spares aside."""
+        """W, spares aside; 0 where Ray decides."""
         return len(self.addresses) - self.spares if self.addresses else self.workers
 
     def _check_shares(self) -> None:

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from duckllm.assembly import CacheLimits, ClusterInfo, begin_workers, build_engine
+from duckllm.cluster import check_cluster
 from duckllm.config import MAX_THREADS, MAX_WORKERS, ClusterConfig, StepConfig
 from duckllm.conversation import Conversation
 from duckllm.engine.cache_size import DEFAULT_MAX_NUM_SEQS, HostMemory
@@ -42,8 +43,9 @@ class LLM:
         model: A converted model folder, a Hugging Face checkpoint folder (converted once, into the model
             cache), a model on the hub (``"org/name"`` or ``"org/name@revision"``), or None for the demo
             model.
-        workers: A number of workers to start here, or the addresses of running ones (``"a:port,b:port"`` or a
-            list); 0 computes the experts in this process.
+        workers: A number of workers to start, or the addresses of running ones (``"a:port,b:port"`` or a
+            list); 0 computes the experts in this process. None starts 2 here, or with ``cluster="ray"`` one
+            on each node.
         max_model_len: Most tokens of prompt and reply together; None for the model's longest context, or what
             the KV cache holds if that is less.
         kv_cache_bytes: Memory of the KV cache, over all requests; None for a quarter of the memory that the
@@ -72,6 +74,7 @@ class LLM:
             one context.
         CacheFormatError: ``kv_disk_dir`` holds pages of another model or format.
         ModelError: The model cannot be found or used.
+        MissingPackageError: Ray is asked for and not installed.
         ClusterError: The workers do not start or cannot be reached.
         TypeError: An unknown argument, by name.
 
@@ -88,7 +91,7 @@ class LLM:
         self,
         model: str | Path | None = None,
         *,
-        workers: int | str | Sequence[str] = 2,
+        workers: int | str | Sequence[str] | None = None,
         max_model_len: int | None = None,
         kv_cache_bytes: int | None = None,
         kv_memory_bytes: int = 0,
@@ -106,6 +109,9 @@ class LLM:
         in_process = workers == 0
         if in_process and cluster_config.spares:
             raise ConfigError("spares", cluster_config.spares, "0 where there are no workers")
+        if in_process and cluster_config.kind != "local":
+            raise ConfigError("workers", 0, f"at least 1 with cluster {cluster_config.cluster}")
+        check_cluster(cluster_config)
         _check_int("host_threads", host_threads, 0, MAX_THREADS)
         if not isinstance(model, str | Path | None):
             raise ConfigError("model", model, "a folder's name, a Path, or None for the demo model")
@@ -421,6 +427,9 @@ def _cluster_config(workers: Any, options: dict[str, Any]) -> ClusterConfig:
         if not addresses or not all(isinstance(address, str) and address for address in addresses):
             raise ConfigError("workers", list(addresses), "at least one address, name:port")
         return ClusterConfig(workers=len(addresses), addresses=addresses, **options)
+    if workers is None:
+        is_ray = str(options.get("cluster")).startswith("ray")
+        return ClusterConfig(workers=0 if is_ray else ClusterConfig.workers, **options)
     _check_int("workers", workers, 0, MAX_WORKERS)
     return ClusterConfig(workers=max(1, workers), **options)
 

@@ -102,7 +102,7 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
         "/m --prompt x --workers a:1,b:2,c:3 --wire-dtype bf16 --threads-per-worker 3 --max-model-len 99"
     )
     arguments += " --format fp8 --prefill bf16 --draft stateless --draft-tokens 3 --lanes off"
-    arguments += " --spares 1 --no-share-folder --shares 1,3"
+    arguments += " --spares 1 --no-share-folder --shares 1,3 --cluster static"
     sampling = "--temperature 0.5 --top-k 4 --top-p 0.75 --min-p 0.25 --seed 6 --max-tokens 8"
     sampling += " --repetition-penalty 1.25 --stop one --stop two,three"
     done = duckllm("chat", *arguments.split(), *sampling.split(), "--token-file", str(token))
@@ -114,6 +114,7 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
         "share_folder": False,
         "shares": (1.0, 3.0),
         "spares": 1,
+        "cluster": "static",
         "cluster_token": "secret",
         **CACHE,
         "draft": "stateless",
@@ -150,11 +151,12 @@ def test_what_is_not_given_is_the_models_own(duckllm: Any, monkeypatch: pytest.M
         "share_folder": True,
         "spares": 0,
         "shares": "auto",
+        "cluster": None,
         "cluster_token": None,
         **CACHE,
     }
     options |= {"draft": "auto", "draft_tokens": 1, "lanes": "auto"}
-    assert done.loaded == [(None, {"workers": 2, **options}, None)]
+    assert done.loaded == [(None, {"workers": None, **options}, None)]
     assert done.model.params == [SamplingParams(temperature=0.25, top_k=9, max_tokens=5)]
 
 

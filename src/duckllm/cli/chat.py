@@ -28,6 +28,7 @@ from duckllm.cli.common import (
 )
 from duckllm.cli.session import Session
 from duckllm.cli.terminal import ReplyWriter, keys_unseen
+from duckllm.cluster import check_cluster
 from duckllm.cluster.token import read_token
 from duckllm.config import ClusterConfig, is_utf8, parse_size
 from duckllm.errors import ConfigError, InWords
@@ -49,6 +50,7 @@ Examples:
   duckllm chat --prompt "What is a duck?"
   duckllm chat /models/mine --workers 3 --temperature 0.7
   duckllm chat --workers 10.0.0.11:7411,10.0.0.12:7411 --token-file token
+  duckllm chat /models/mine --cluster ray
   echo "Is 1001 prime?" | duckllm chat --json
   duckllm chat --session ducks --kv-disk-bytes 4GiB
 """
@@ -64,12 +66,22 @@ def chat(
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="Ask this, print the answer and leave.")] = None,
     workers: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Number of workers to start here (0 computes the experts in this process), or addresses of "
-            "running ones, a:port,b:port."
+            help="Number of workers to start (0 computes the experts in this process), or addresses of "
+            "running ones, a:port,b:port; by default 2 here, or with Ray one on each node.",
+            show_default=False,
         ),
-    ] = "2",
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="Where workers come from: local (started here), static (the addresses of --workers) or ray "
+            "(placed and started again by Ray: this machine's, or ray:ADDRESS); by default local, or static "
+            "where there are addresses.",
+            show_default=False,
+        ),
+    ] = None,
     system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Choose from this many tokens; 0 from all.")] = None,
@@ -190,7 +202,7 @@ def chat(
     question = _question(prompt, as_json)
     options: dict[str, Any] = {"wire_dtype": wire_dtype, "weight_format": weight_format, "prefill": prefill}
     options |= {"threads_per_worker": threads_per_worker, "share_folder": share_folder, "spares": spares}
-    options |= {"shares": parse_shares(shares)}
+    options |= {"shares": parse_shares(shares), "cluster": cluster}
     options = _cluster_options(workers, options, token_file)
     _check_sampling(overrides)
     _check_utf8("system", system or "")
@@ -323,11 +335,12 @@ def _read_stdin() -> bytes:
     return data
 
 
-def _cluster_options(workers: str, options: dict[str, Any], token_file: Path | None) -> dict[str, Any]:
+def _cluster_options(workers: str | None, options: dict[str, Any], token_file: Path | None) -> dict[str, Any]:
     """The arguments of LLM about workers, known to be valid before anything is loaded."""
     options = {**options, "cluster_token": read_token(token_file)}
-    ClusterConfig(**options)
-    return {"workers": parse_workers(workers), **options}
+    parsed = None if workers is None else parse_workers(workers)
+    check_cluster(ClusterConfig(addresses=parsed if isinstance(parsed, tuple) else (), **options))
+    return {"workers": parsed, **options}
 
 
 def _check_sampling(overrides: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""How workers come to be: spawned here, or a list of addresses."""
+"""How workers come to be: spawned here, a list of addresses, or placed by Ray."""
 
 from __future__ import annotations
 
@@ -9,13 +9,31 @@ if TYPE_CHECKING:
     from duckllm.config import ClusterConfig
 
 
-def open_cluster(config: ClusterConfig) -> Cluster:
-    """The cluster that ``config`` describes: workers at its addresses, else workers started here.
+def check_cluster(config: ClusterConfig) -> None:
+    """Refuses early, before anything is loaded, what :func:`open_cluster` would.
 
     Raises:
-        ConfigError: An address is malformed.
-        WorkerUnavailableError: A local worker did not start.
+        ConfigError: The address of Ray is malformed.
+        MissingPackageError: Ray is asked for and not installed.
     """
+    if config.kind == "ray":
+        from duckllm.cluster.ray_cluster import find_ray
+
+        find_ray(config)
+
+
+def open_cluster(config: ClusterConfig) -> Cluster:
+    """The cluster that ``config`` describes: workers at its addresses, placed by Ray, or started here.
+
+    Raises:
+        ConfigError: An address is malformed; or Ray has no room for so many workers.
+        MissingPackageError: Ray is asked for and not installed.
+        WorkerUnavailableError: A worker did not start, or there is no such Ray.
+    """
+    if config.kind == "ray":
+        from duckllm.cluster.ray_cluster import RayCluster
+
+        return RayCluster(config)
     from duckllm.cluster.local import LocalCluster
     from duckllm.cluster.static import StaticCluster
 

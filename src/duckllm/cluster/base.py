@@ -1,6 +1,6 @@
 """What every cluster does: connect to its workers, prepare them all at once, bring a lost one back, close.
 
-Local and static clusters differ in where the addresses come from, and in who takes a lost worker's place.
+Clusters differ in where the addresses come from, and in who takes a lost worker's place.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ class Cluster(ABC):
     def num_workers(self) -> int:
         """W."""
         return len(self.addresses)
+
+    @property
+    def num_here(self) -> int:
+        """How many of them this process started on its machine, and so shares cores and memory with."""
+        return 0
 
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:

@@ -1,5 +1,7 @@
 """Workers as child processes on this machine: the default, and what the demo runs on.
 
+Called by :mod:`duckllm.cluster`, and by the Ray cluster for processes of its own.
+
 Each child listens on a free loopback port, with a random token in its environment, and says where in one line
 on its standard output. It leaves when its standard input ends, so that nothing is left behind, whatever
 happens to this process.
@@ -18,8 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 from duckllm.cluster.address import Address, parse_address
 from duckllm.cluster.base import Cluster
@@ -37,8 +40,8 @@ _log = logging.getLogger("duckllm")
 
 
 @dataclass
-class _Child:
-    """A worker process and its standard error, kept in a file without a name.
+class Child:
+    """A process of ours and its standard error, kept in a file without a name.
 
     ``address`` is None until it has said where it listens.
     """
@@ -49,11 +52,33 @@ class _Child:
     is_unused: bool = True
 
     def last_words(self) -> str:
+        """The end of what it wrote to its standard error, on one line."""
         self.stderr.seek(0, os.SEEK_END)
         self.stderr.seek(max(0, self.stderr.tell() - 4096))
         lines = self.stderr.read().decode("utf-8", errors="replace").strip().splitlines()
         words = " / ".join(line.strip() for line in lines[-5:])
         return safe_text(words) or "it wrote nothing to its standard error"
+
+    def end_input(self) -> None:
+        """Has the process leave by itself."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+
+    def stop(self, deadline: float) -> None:
+        """Ends the process: by the end of its input until then, by SIGTERM, by SIGKILL. Waits for its end."""
+        self.end_input()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        for number in (None, signal.SIGTERM, signal.SIGKILL):
+            if number is not None:
+                self.process.send_signal(number)
+            try:
+                self.process.wait(timeout=max(1.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                continue
+            break
+        self.stderr.close()
 
     def kill(self) -> None:
         """Ends the process, stopped or not, and waits for its end. Harmless when repeated."""
@@ -77,8 +102,8 @@ class LocalCluster(Cluster):
 
     def __init__(self, config: ClusterConfig) -> None:
         token = secrets.token_hex(32)
-        self._children: list[_Child] = []
-        self._spares: list[_Child] = []
+        self._children: list[Child] = []
+        self._spares: list[Child] = []
         try:
             for _ in range(config.workers):
                 self._children.append(_spawn(config, token))
@@ -86,7 +111,8 @@ class LocalCluster(Cluster):
                 self._spares.append(_spawn(config, token))
             deadline = time.monotonic() + START_TIMEOUT_S
             addresses = [
-                _wait_until_listening(child, worker, deadline) for worker, child in enumerate(self._children)
+                wait_until_listening(child, f"local worker {worker}", deadline)
+                for worker, child in enumerate(self._children)
             ]
         except BaseException:
             self._stop_children()
@@ -94,6 +120,11 @@ class LocalCluster(Cluster):
         for child in self._children:
             child.is_unused = False
         super().__init__(config, addresses, token)
+
+    @property
+    def num_here(self) -> int:
+        """All of them."""
+        return self.num_workers
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -117,7 +148,7 @@ class LocalCluster(Cluster):
             child.kill()
             child = self._spares.pop(0) if self._spares else _spawn(self.config, self._token)
             self._children[worker] = child
-        address = _wait_until_listening(child, worker, deadline)
+        address = wait_until_listening(child, f"local worker {worker}", deadline)
         connection = self._prepare(worker, address, deadline, self.config.connect_timeout_s)
         child.is_unused = False
         # The next spare starts while the step goes on; nobody waits for it.
@@ -131,51 +162,73 @@ class LocalCluster(Cluster):
     def _stop_children(self) -> None:
         children, self._children, self._spares = self._children + self._spares, [], []
         for child in children:
-            assert child.process.stdin is not None
-            with contextlib.suppress(OSError):
-                child.process.stdin.close()
+            child.end_input()
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for child in children:
-            _stop(child.process, deadline)
-            child.stderr.close()
+            child.stop(deadline)
 
 
-def _spawn(config: ClusterConfig, token: str) -> _Child:
+def _spawn(config: ClusterConfig, token: str) -> Child:
     cores = available_cores()
     threads = config.threads_per_worker or max(1, cores // config.workers)
     spin_us = config.spin_us
     if spin_us < 0:
         spin_us = _SPIN_US_WITH_SPARE_CORES if threads * config.workers < cores else 0
-    # -P: a file of the user's working folder must not stand in for a module of the same name.
-    command = [
-        *(sys.executable, "-P", "-m", "duckllm.worker"),
-        *("--listen", "127.0.0.1:0", "--json", "--exit-with-stdin"),
+    options = [
+        *("--listen", "127.0.0.1:0", "--threads", str(threads), "--spin-us", str(spin_us)),
         # Not pinned: the host computes on the same cores.
-        *("--threads", str(threads), "--spin-us", str(spin_us), "--no-pin", "--prefill", config.prefill),
+        *("--no-pin", "--prefill", config.prefill),
         # They are all alike.
         *("--speed", "0"),
     ]
+    # A session of its own: Ctrl-C at the terminal stops the host's reply, not its workers.
+    return spawn_worker("a local worker", options, token, start_new_session=True)
+
+
+def spawn_worker(name: str, options: Sequence[str], token: str, **how: Any) -> Child:
+    """A worker process that leaves when this one does; :func:`wait_until_listening` tells where it is.
+
+    Args:
+        name: What it is called in messages.
+        options: Its command line.
+        token: The cluster token, which goes into its environment.
+        **how: More for :class:`subprocess.Popen`.
+
+    Raises:
+        WorkerUnavailableError: It cannot be started.
+    """
+    module = ["duckllm.worker", *options, "--json", "--exit-with-stdin"]
+    return spawn_module(name, module, {TOKEN_VARIABLE: token}, **how)
+
+
+def spawn_module(name: str, module: Sequence[str], variables: Mapping[str, str], **how: Any) -> Child:
+    """``python -m`` with that module and its arguments, and pipes to and from it; else as above."""
     try:
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
     except OSError as error:
-        raise WorkerUnavailableError(f"a local worker could not be started: {error}") from error
+        raise WorkerUnavailableError(f"{name} could not be started: {error}") from error
     try:
-        # A session of its own: Ctrl-C at the terminal stops the host's reply, not its workers.
         process = subprocess.Popen(
-            command,
+            # -P: a file of the user's working folder must not stand in for a module of the same name.
+            [sys.executable, "-P", "-m", *module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
-            env={**os.environ, TOKEN_VARIABLE: token},
-            start_new_session=True,
+            env={**os.environ, **variables},
+            **how,
         )
     except OSError as error:
         stderr.close()
-        raise WorkerUnavailableError(f"a local worker could not be started: {error}") from error
-    return _Child(process, stderr)
+        raise WorkerUnavailableError(f"{name} could not be started: {error}") from error
+    return Child(process, stderr)
 
 
-def _wait_until_listening(child: _Child, worker: int, deadline: float) -> Address:
+def wait_until_listening(child: Child, name: str, deadline: float) -> Address:
+    """Where a worker listens, once it does.
+
+    Raises:
+        WorkerUnavailableError: It does not by then, or ends; the message holds its last lines.
+    """
     if child.address is not None:
         return child.address
     started = time.monotonic()
@@ -188,33 +241,18 @@ def _wait_until_listening(child: _Child, worker: int, deadline: float) -> Addres
             if not selector.select(max(0.0, deadline - time.monotonic())):
                 waited_s = round(max(0.0, deadline - started), 1)
                 raise WorkerUnavailableError(
-                    f"local worker {worker} did not start within {waited_s:g} s: {child.last_words()}"
+                    f"{name} did not start within {waited_s:g} s: {child.last_words()}"
                 )
             chunk = os.read(output.fileno(), _MAX_LISTENING_LINE_BYTES)
             line += chunk
             if not chunk or len(line) > _MAX_LISTENING_LINE_BYTES:
-                raise WorkerUnavailableError(
-                    f"local worker {worker} ended at its start: {child.last_words()}"
-                )
+                raise WorkerUnavailableError(f"{name} ended at its start: {child.last_words()}")
     output.close()
     try:
         child.address = parse_address(json.loads(line)["address"])
     except (ValueError, KeyError, TypeError, ConfigError) as error:
-        raise WorkerUnavailableError(f"local worker {worker} said {line!r}, expected its address") from error
+        raise WorkerUnavailableError(f"{name} said {line!r}, expected its address") from error
     return child.address
-
-
-def _stop(process: subprocess.Popen[bytes], deadline: float) -> None:
-    if process.stdout is not None:
-        process.stdout.close()
-    for number in (None, signal.SIGTERM, signal.SIGKILL):
-        if number is not None:
-            process.send_signal(number)
-        try:
-            process.wait(timeout=max(1.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            continue
-        return
 
 
 def _peak_rss_bytes(pid: int) -> int:
