@@ -25,8 +25,8 @@ class StructuredOutputsParams:
 
     Args:
         json: A JSON Schema, as a mapping or its text. What of it cannot be kept to is refused by name.
-            Properties come in the schema's order, and white space may be between; ``"x-guidance":
-            {"whitespace_flexible": False}`` in the schema allows none.
+            Properties come in the schema's order. Between the parts of it may be a space, or a new line with
+            up to 32 spaces; ``"x-guidance": {"whitespace_flexible": False}`` in the schema allows nothing.
         regex: A regular expression that the whole text matches, in the syntax of Rust's regex crate, without
             look-around; ``.`` is no line feed.
         choice: Texts, of which it is one.

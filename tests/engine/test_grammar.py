@@ -411,3 +411,18 @@ def test_a_token_that_is_not_allowed_is_an_error_of_this_reply_alone(table: Gram
     assert not other.allowed.any()
     assert grammar.error is None
     assert grammar.allowed.nonzero()[0].tolist() == [*ids_of("ab"), TOKENS.index(b"ab")]
+
+
+def allowed_bytes(table: GrammarTable, text: str) -> set[bytes]:
+    """What may follow this beginning of a JSON object, token by token."""
+    grammar = table.grammar(StructuredOutputsParams(json_object=True), [EOS])
+    for character in text:
+        grammar.accept(TOKENS.index(character.encode()))
+    return {TOKENS[number] for number in np.flatnonzero(grammar.allowed)}
+
+
+def test_white_space_between_parts_has_an_end(table: GrammarTable) -> None:
+    """A model that has lost its way may not go on with spaces until it is stopped."""
+    assert b" " in allowed_bytes(table, '{"a":')
+    assert b" " not in allowed_bytes(table, '{"a": ')
+    assert b"1" in allowed_bytes(table, '{"a": ')

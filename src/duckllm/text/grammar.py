@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 # A rule of Lark's with an attribute that llguidance reads and its matcher does not keep to.
 _TEMPERATURE = re.compile(r"^\s*\w+\s*\[[^\]\n]*\btemperature\s*=", re.MULTILINE)
 
+# Between the parts of JSON: nothing, a space, or a new line with its indentation. Without a limit a model
+# that has lost its way writes white space until it is stopped.
+_WHITE_SPACE = r"( |\n {0,32})?"
+
 # Most grammars that are kept compiled.
 _MAX_COMPILED = 32
 
@@ -125,7 +129,8 @@ class GrammarTable:
 
         if params.kind in ("json", "json_object"):
             # A schema may ask for leniency towards what cannot be kept to, which would then not be kept to.
-            return LLMatcher.grammar_from_json_schema(params.schema, overrides={"lenient": False})
+            defaults = {"whitespace_pattern": _WHITE_SPACE}
+            return LLMatcher.grammar_from_json_schema(params.schema, defaults, overrides={"lenient": False})
         if params.kind == "regex":
             return LLMatcher.grammar_from_regex(params.regex or "")
         if params.kind == "choice":
