@@ -24,6 +24,7 @@ from duckllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+    from llguidance._lib import JsonCompileOptions
 
 # A rule of Lark's with an attribute that llguidance reads and its matcher does not keep to.
 _TEMPERATURE = re.compile(r"^\s*\w+\s*\[[^\]\n]*\btemperature\s*=", re.MULTILINE)
@@ -129,7 +130,7 @@ class GrammarTable:
 
         if params.kind in ("json", "json_object"):
             # A schema may ask for leniency towards what cannot be kept to, which would then not be kept to.
-            defaults = {"whitespace_pattern": _WHITE_SPACE}
+            defaults: JsonCompileOptions = {"whitespace_pattern": _WHITE_SPACE}
             return LLMatcher.grammar_from_json_schema(params.schema, defaults, overrides={"lenient": False})
         if params.kind == "regex":
             return LLMatcher.grammar_from_regex(params.regex or "")
