@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from duckllm.cluster import open_cluster
-from duckllm.config import ClusterConfig, StepConfig, available_cores, total_memory_bytes
-from duckllm.engine.cache_size import HostMemory, host_needs, plan_host
+from duckllm.config import ClusterConfig, StepConfig, available_cores, show_size, total_memory_bytes
+from duckllm.engine.cache_size import HostMemory, host_needs, num_pages, plan_host
 from duckllm.errors import CheckpointError, ConfigError, InWords
 from duckllm.models.registry import ModelFolder, load_config, load_draft_layer, load_model
 from duckllm.moe.fit import ExpertSizes, check_fits, nodes_of, place_slices, plan_nodes
@@ -210,6 +210,7 @@ def build_engine(
         cache_bytes=cache_limits.cache_bytes,
         max_num_seqs=max_num_seqs,
     )
+    _check_disk_budget(cache_limits, memory)
     length = memory.max_model_len
     tensors = HostTensors(model.path)
     torch.set_num_threads(host_threads or _host_threads(tensors, num_here > 0))
@@ -248,6 +249,14 @@ def build_engine(
     )
     stack.callback(engine.kv_cache.shut)
     return engine, info, memory
+
+
+def _check_disk_budget(limits: CacheLimits, memory: HostMemory) -> None:
+    """Refuses, before weights are loaded, room on the disk for less than a page's content."""
+    page_bytes = memory.cache_bytes // num_pages(memory.cache_tokens)
+    if limits.disk_bytes is not None and limits.disk_bytes < page_bytes:
+        least = show_size(page_bytes, up=True)
+        raise ConfigError("kv_disk_bytes", show_size(limits.disk_bytes), f"more than {least}, one page")
 
 
 def _format_of(model: ModelFolder, config: ClusterConfig) -> str:

@@ -217,6 +217,31 @@ def parse_size(field: str, text: str) -> int:
     return int(float(number) * base ** " KMGT".index(unit[:1] or " "))
 
 
+def as_size(field: str, value: object) -> object:
+    """The bytes of a size that is text (:func:`parse_size`); anything else as it is, for others to check.
+
+    Raises:
+        ConfigError: A text that is no size.
+    """
+    return parse_size(field, value) if isinstance(value, str) else value
+
+
+def show_size(num_bytes: int, *, up: bool = False) -> InWords:
+    """``"2.00 GiB"``, ``"12.50 MiB"``, ``"3.00 KiB"`` or ``"80 bytes"``: bytes for people.
+
+    Args:
+        num_bytes: What to show.
+        up: Never less than it is: for what must be given at least.
+    """
+    if num_bytes >= 1 << 70:  # no machine's, and perhaps of too many digits
+        return InWords("2^70 bytes or more")
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if num_bytes >= unit:
+            hundredths = (100 * num_bytes + (unit - 1 if up else unit // 2)) // unit
+            return InWords(f"{hundredths // 100}.{hundredths % 100:02d} {name}")
+    return InWords(f"{num_bytes} bytes")
+
+
 def available_cores() -> int:
     """Cores that this process may run on (its affinity mask, not the machine's count)."""
     return len(os.sched_getaffinity(0))

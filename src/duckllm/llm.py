@@ -15,14 +15,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from duckllm.assembly import CacheLimits, ClusterInfo, begin_workers, build_engine
+from duckllm.assembly import CacheLimits, ClusterInfo, begin_workers, build_engine, drafts
 from duckllm.cluster import check_cluster
-from duckllm.config import MAX_THREADS, MAX_WORKERS, ClusterConfig, StepConfig
+from duckllm.cluster.address import parse_address
+from duckllm.config import MAX_THREADS, MAX_WORKERS, ClusterConfig, StepConfig, as_size, show_size
 from duckllm.conversation import Conversation
 from duckllm.engine.cache_size import DEFAULT_MAX_NUM_SEQS, HostMemory
-from duckllm.engine.page_files import check_model
+from duckllm.engine.page_files import check_folder
 from duckllm.errors import CheckpointError, ConfigError, InWords, RequestError
-from duckllm.models.registry import open_model
+from duckllm.models.registry import check_context, open_model
 from duckllm.outputs import EngineMetrics, RequestOutput, StreamOutput
 from duckllm.sampling_params import SamplingParams
 from duckllm.text import Tokenizer
@@ -48,10 +49,10 @@ class LLM:
             on each node.
         max_model_len: Most tokens of prompt and reply together; None for the model's longest context, or what
             the KV cache holds if that is less.
-        kv_cache_bytes: Memory of the KV cache, over all requests; None for a quarter of the memory that the
-            weights leave free, but one context of ``max_model_len`` at least and no more than
-            ``max_num_seqs`` of them. What was computed stays in it as long as there is room, and is taken up
-            where another prompt begins alike.
+        kv_cache_bytes: Memory of the KV cache, over all requests, as a number or a size such as ``"2GiB"``
+            (as the two below it); None for a quarter of the memory that the weights leave free, but one
+            context of ``max_model_len`` at least and no more than ``max_num_seqs`` of them. What was computed
+            stays in it as long as there is room, and is taken up where another prompt begins alike.
         kv_memory_bytes: Memory for what leaves the KV cache, from where it comes back; 0 for none, as a
             larger KV cache serves as well while it lies in the same memory.
         kv_disk_dir: A folder for pages of the KV cache, which another process goes on from: what a request
@@ -93,10 +94,10 @@ class LLM:
         *,
         workers: int | str | Sequence[str] | None = None,
         max_model_len: int | None = None,
-        kv_cache_bytes: int | None = None,
-        kv_memory_bytes: int = 0,
+        kv_cache_bytes: int | str | None = None,
+        kv_memory_bytes: int | str = 0,
         kv_disk_dir: str | Path | None = None,
-        kv_disk_bytes: int | None = None,
+        kv_disk_bytes: int | str | None = None,
         max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
         host_threads: int = 0,
         draft: str = "auto",
@@ -117,18 +118,14 @@ class LLM:
             raise ConfigError("model", model, "a folder's name, a Path, or None for the demo model")
         if max_model_len is not None:
             _check_int("max_model_len", max_model_len, 2)
-        if kv_cache_bytes is not None:
-            _check_int("kv_cache_bytes", kv_cache_bytes, 1)
         _check_int("max_num_seqs", max_num_seqs, 1)
-        # Before workers take any of it.
-        available_bytes = available_memory_bytes()
-        limits = CacheLimits(
-            available_bytes, kv_cache_bytes, *_tier_limits(kv_memory_bytes, kv_disk_dir, kv_disk_bytes)
-        )
+        limits = _cache_limits(kv_cache_bytes, kv_memory_bytes, kv_disk_dir, kv_disk_bytes)
         opened = open_model(model)
         self.model_hash = opened.manifest.model_hash
+        check_context(opened, max_model_len)
+        guesses = drafts(opened, step_config)
         if limits.disk_dir is not None:
-            check_model(limits.disk_dir, self.model_hash)
+            check_folder(limits.disk_dir, self.model_hash, opened.num_layers + guesses)
         self.default_sampling_params = _default_sampling_params(opened.path)
         stack = ExitStack()
         # Closes the workers when the object goes, and at the interpreter's exit, if nobody did before.
@@ -395,17 +392,30 @@ def _check_int(field: str, value: object, least: int, most: int | None = None) -
         raise ConfigError(field, value, f"an integer {limits}")
 
 
-def _tier_limits(
-    memory_bytes: int, disk_dir: str | Path | None, disk_bytes: int | None
-) -> tuple[int, Path | None, int | None]:
-    _check_int("kv_memory_bytes", memory_bytes, 0)
+def _cache_limits(
+    cache_bytes: int | str | None,
+    memory_bytes: int | str,
+    disk_dir: str | Path | None,
+    disk_bytes: int | str | None,
+) -> CacheLimits:
+    """The room for the KV cache, with the memory that is available now, before workers take any of it."""
+    given = {"kv_cache_bytes": cache_bytes, "kv_memory_bytes": memory_bytes, "kv_disk_bytes": disk_bytes}
+    sizes: dict[str, Any] = {field: as_size(field, value) for field, value in given.items()}
+    for field, least in (("kv_cache_bytes", 1), ("kv_memory_bytes", 0), ("kv_disk_bytes", 1)):
+        if sizes[field] is not None or field == "kv_memory_bytes":
+            _check_int(field, sizes[field], least)
     if not isinstance(disk_dir, str | Path | None) or not str(disk_dir):
         raise ConfigError("kv_disk_dir", disk_dir, "a folder's name, a Path, or None for no disk tier")
-    if disk_bytes is not None:
-        _check_int("kv_disk_bytes", disk_bytes, 1)
-        if disk_dir is None:
-            raise ConfigError("kv_disk_bytes", disk_bytes, "None without kv_disk_dir")
-    return memory_bytes, None if disk_dir is None else Path(disk_dir).expanduser(), disk_bytes
+    if disk_bytes is not None and disk_dir is None:
+        got = show_size(sizes["kv_disk_bytes"])
+        raise ConfigError("kv_disk_bytes", got, "a folder for them: it needs kv_disk_dir")
+    return CacheLimits(
+        available_memory_bytes(),
+        sizes["kv_cache_bytes"],
+        sizes["kv_memory_bytes"],
+        None if disk_dir is None else Path(disk_dir).expanduser(),
+        sizes["kv_disk_bytes"],
+    )
 
 
 def _cluster_config(workers: Any, options: dict[str, Any]) -> ClusterConfig:
@@ -426,6 +436,8 @@ def _cluster_config(workers: Any, options: dict[str, Any]) -> ClusterConfig:
         addresses = tuple(workers)
         if not addresses or not all(isinstance(address, str) and address for address in addresses):
             raise ConfigError("workers", list(addresses), "at least one address, name:port")
+        for address in addresses:
+            parse_address(address, "workers")
         return ClusterConfig(workers=len(addresses), addresses=addresses, **options)
     if workers is None:
         is_ray = str(options.get("cluster")).startswith("ray")

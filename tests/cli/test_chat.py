@@ -397,4 +397,4 @@ def test_facts_count_the_guesses() -> None:
 
 def test_every_verb_is_mounted() -> None:
     names = [command.name for command in app.registered_commands]
-    assert names == ["chat", "convert", "inspect", "plan", "worker"]
+    assert names == ["chat", "convert", "inspect", "plan", "doctor", "worker"]

@@ -179,7 +179,7 @@ def test_a_start_that_does_not_fit_shows_the_table_too(
         (["--max-model-len", "9999"], "max_model_len: got 9999, expected 1 to 4096, the model's longest"),
         (["--host-memory", "much"], "host_memory: got 'much', expected GiB"),
         (["--host-memory", "4,4"], "host_memory: got '4,4', expected GiB of one host"),
-        (["--host-memory", "1.2"], "memory: got 0.20 GiB available, expected at least 0.4"),
+        (["--host-memory", "1.2"], "memory: got 204.80 MiB available, expected at least 405."),
         (["--draft", "on"], "draft: got 'on', expected auto or off"),
         (["--max-step-tokens", "0"], "max_step_tokens: got 0"),
     ],

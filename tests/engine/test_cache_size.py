@@ -72,11 +72,23 @@ def test_what_was_asked_for_goes_before() -> None:
         (
             needs(10**6, total=6000),
             (61,),
-            "max_model_len: got 61, expected at most 60, what the 6000 bytes of this machine's memory hold "
+            "max_model_len: got 61, expected at most 60, what the 5.86 KiB of this machine's memory hold "
             "at 100 bytes a token",
         ),
-        (needs(10**6), (40, 3 * PAGE - 1), "kv_cache_bytes: got 4799, expected at least 4800, for one"),
-        (needs(10**6, total=10**5), (40, 10**5 + 1), "kv_cache_bytes: got 100001, expected at most 100000"),
+        (needs(10**6), (40, 3 * PAGE - 1), "kv_cache_bytes: got 4.69 KiB, expected at least 4.69 KiB, for"),
+        (
+            needs(1 << 20),
+            (40, (1 << 20) + 1),
+            "memory: got 1.04 MiB available, expected at least 1.04 MiB: 29.30 KiB of weights, 3.91 KiB of "
+            "experts, 5.86 KiB for the processes, 1.00 MiB of kv_cache_bytes (a smaller kv_cache_bytes, or",
+        ),
+        (
+            needs(10 * PAGE, tier_bytes=7 * PAGE),
+            (40, 4 * PAGE),
+            "memory: got 54.69 KiB available, expected at least 56.25 KiB: 29.30 KiB of weights, 3.91 KiB of "
+            "experts, 5.86 KiB for the processes, 10.94 KiB of kv_memory_bytes, 6.25 KiB of kv_cache_bytes (",
+        ),
+        (needs(10**6, tier_bytes=PAGE - 1), (40,), "kv_memory_bytes: got 1.56 KiB, expected 0, or at least"),
     ],
 )
 def test_what_cannot_be_is_refused(of: HostNeeds, arguments: tuple[int, ...], message: str) -> None:
@@ -93,19 +105,30 @@ def test_weights_and_a_context_that_do_not_fit_are_refused_with_what_they_need()
         size(big, 17)
     assert str(caught.value) == (
         "memory: got 10.00 GiB available, expected at least 10.25 GiB: 6.00 GiB of weights, 3.00 GiB of "
-        "experts, 0.50 GiB for the processes, 0.25 GiB of kv_memory_bytes, 0.50 GiB of KV cache for one "
-        "context of 17 tokens (a smaller max_model_len, or workers on other machines, need less here)"
+        "experts, 512.00 MiB for the processes, 256.00 MiB of kv_memory_bytes, 512.00 MiB of KV cache for "
+        "one context of 17 tokens (a smaller max_model_len, or workers on other machines, need less here)"
     )
-    with pytest.raises(ConfigError, match=r"memory: got 0\.00 GiB available"):
+    with pytest.raises(ConfigError, match=r"memory: got 39\.06 KiB available"):
         size(needs(0))
 
 
 def test_it_is_told_in_a_sentence() -> None:
     gib = 1 << 30
     assert str(HostMemory(2 * gib, gib, 0, gib // 2, 12345, 100)) == (
-        "2.00 GiB of weights and 1.00 GiB of experts, 0.50 GiB of KV cache, which holds 12,345 tokens"
+        "2.00 GiB of weights and 1.00 GiB of experts, 512.00 MiB of KV cache, which holds 12,345 tokens"
     )
-    assert str(HostMemory(gib, 0, 0, gib, 1, 1)).startswith("1.00 GiB of weights, 1.00 GiB of KV")
+    assert str(HostMemory(gib, 0, 0, 100 << 10, 32, 32, 3 << 19, "context cut")) == (
+        "1.00 GiB of weights, 100.00 KiB of KV cache, which holds 32 tokens, 1.50 MiB for what leaves it; "
+        "context cut"
+    )
+
+
+def test_a_context_that_was_cut_is_told() -> None:
+    assert size(needs(1000 * PAGE)).cut == size(needs(1000 * PAGE), 40, 3 * PAGE).cut == ""
+    cut = size(needs(1000 * PAGE), None, 3 * PAGE)
+    assert cut.cut == "context cut from 64 to 48 tokens by kv_cache_bytes"
+    assert size(needs(3 * PAGE)).cut == "context cut from 64 to 48 tokens by the memory there is"
+    assert size(needs(1000 * PAGE, tier_bytes=PAGE)).need_bytes == FIXED + PAGE + 3 * 4 * PAGE
 
 
 @pytest.fixture(scope="module")
@@ -140,5 +163,5 @@ def test_the_cache_is_as_large_as_it_was_planned(
         assert memory.cache_tokens == 4 * 4096 == cache.num_pages * PAGE_TOKENS
         assert memory.cache_bytes == sum(tensor.nbytes for layer in cache.tensors for tensor in layer)
     monkeypatch.setattr(duckllm.llm, "available_memory_bytes", lambda: 400 << 20)
-    with pytest.raises(ConfigError, match=r"memory: got 0\.39 GiB available, expected at least 0\.4"):
+    with pytest.raises(ConfigError, match=r"memory: got 400\.00 MiB available, expected at least 4\d\d\."):
         LLM(demo_folder, workers=0, draft=draft)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from duckllm.engine import page_files
-from duckllm.engine.page_files import PageFolder, PageFormat, PageKey, check_model, to_file
+from duckllm.engine.page_files import PageFolder, PageFormat, PageKey, check_folder, to_file
 from duckllm.errors import CacheFormatError, ConfigError
 
 FORMAT = PageFormat("a" * 64, "float32", ((2,), (1,)), 4, 4 * 3 * 4)
@@ -138,9 +138,9 @@ def test_another_model_or_format_is_refused_by_name(
     assert str(caught.value).startswith(f"{tmp_path / 'a' / 'kv-cache.json'}: {message}")
     if "model_hash" in change:  # which is known before anything is loaded
         with pytest.raises(CacheFormatError, match=r"kv-cache\.json: model_hash: got \"aaaa"):
-            check_model(tmp_path / "a", other.model_hash)
-    check_model(tmp_path / "a", FORMAT.model_hash)
-    check_model(tmp_path / "nothing", other.model_hash)
+            check_folder(tmp_path / "a", other.model_hash, 2)
+    check_folder(tmp_path / "a", FORMAT.model_hash, 2)
+    check_folder(tmp_path / "nothing", other.model_hash, 2)
     # A single file of it is named, left alone and never used.
     mine = PageFolder(tmp_path / "b", other, MANY)
     strange = mine.path_of(key_of(1).hash)
@@ -152,6 +152,19 @@ def test_another_model_or_format_is_refused_by_name(
     assert f"{strange}: {message}" in caplog.text
     assert strange.exists()
     assert key_of(1).hash not in mine
+
+
+def test_pages_with_guesses_and_without_are_told_apart_in_words(tmp_path: Path) -> None:
+    folder_with(tmp_path, 1)  # of two layers
+    for widths, words in (
+        (((2,),), "on or auto, and it is off now"),
+        (((2,), (1,), (1,)), "off, and it is on or auto now"),
+    ):
+        message = f"these pages were made with draft {words}; another model"
+        with pytest.raises(CacheFormatError, match=message):
+            PageFolder(tmp_path, dataclasses.replace(FORMAT, layer_widths=widths), MANY)
+        with pytest.raises(CacheFormatError, match=message):
+            check_folder(tmp_path, FORMAT.model_hash, len(widths))
 
 
 def test_a_file_under_another_name_or_of_another_version_is_not_used(
@@ -198,7 +211,12 @@ def test_a_folder_with_something_else_is_refused(tmp_path: Path) -> None:
         PageFolder(tmp_path, FORMAT, MANY)
     with pytest.raises(ConfigError, match=r"kv_disk_dir: got '.*thesis\.txt', expected a folder"):
         PageFolder(tmp_path / "thesis.txt", FORMAT, MANY)
-    with pytest.raises(ConfigError, match=rf"kv_disk_bytes: got {FILE - 1}, expected at least {FILE}"):
+    with pytest.raises(CacheFormatError, match=r"got a folder with 'thesis\.txt'"):
+        check_folder(tmp_path, FORMAT.model_hash, 2)
+    with pytest.raises(ConfigError, match=r"kv_disk_dir: got '.*thesis\.txt', expected a folder"):
+        check_folder(tmp_path / "thesis.txt", FORMAT.model_hash, 2)
+    least = f"kv_disk_bytes: got {FILE - 1} bytes, expected at least {FILE} bytes, one page"
+    with pytest.raises(ConfigError, match=least):
         PageFolder(tmp_path / "new", FORMAT, FILE - 1)
 
 

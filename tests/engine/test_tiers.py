@@ -319,10 +319,10 @@ def test_a_tier_that_its_own_thread_closes_ends(
 
 def test_a_budget_that_holds_no_page_is_refused(caches: list[KvCache], tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=rf"kv_memory_bytes: got {PAGE - 1}, expected 0, or at least {PAGE}"
+        ConfigError, match=rf"kv_memory_bytes: got {PAGE - 1} bytes, expected 0, or at least {PAGE} bytes"
     ):
         make_cache(caches, 4, memory_bytes=PAGE - 1)
-    with pytest.raises(ConfigError, match="kv_disk_bytes: got 100, expected at least"):
+    with pytest.raises(ConfigError, match="kv_disk_bytes: got 100 bytes, expected at least"):
         make_cache(caches, 4, disk_dir=tmp_path, disk_bytes=100)
 
 

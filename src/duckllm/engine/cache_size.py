@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from duckllm.config import show_size
 from duckllm.errors import ConfigError, InWords
 from duckllm.moe.fit import WORKER_PROCESS_BYTES
 
@@ -80,6 +81,9 @@ class HostMemory:
         cache_bytes: The KV cache.
         cache_tokens: Tokens that it holds, over all requests.
         max_model_len: Most tokens of prompt and reply together.
+        tier_bytes: Memory for what leaves the KV cache.
+        cut: Why a context is shorter than the model's longest though nobody asked for it; empty where it is
+            not.
     """
 
     weight_bytes: int
@@ -88,17 +92,21 @@ class HostMemory:
     cache_bytes: int
     cache_tokens: int
     max_model_len: int
+    tier_bytes: int = 0
+    cut: str = ""
 
     @property
     def need_bytes(self) -> int:
         """All together."""
-        return self.weight_bytes + self.expert_bytes + self.process_bytes + self.cache_bytes
+        return self.weight_bytes + self.expert_bytes + self.process_bytes + self.cache_bytes + self.tier_bytes
 
     def __str__(self) -> str:
-        experts = f" and {_gib(self.expert_bytes)} of experts" if self.expert_bytes else ""
+        experts = f" and {show_size(self.expert_bytes)} of experts" if self.expert_bytes else ""
+        tier = f", {show_size(self.tier_bytes)} for what leaves it" if self.tier_bytes else ""
+        cut = f"; {self.cut}" if self.cut else ""
         return (
-            f"{_gib(self.weight_bytes)} of weights{experts}, {_gib(self.cache_bytes)} of KV cache, "
-            f"which holds {self.cache_tokens:,} tokens"
+            f"{show_size(self.weight_bytes)} of weights{experts}, {show_size(self.cache_bytes)} of KV cache, "
+            f"which holds {self.cache_tokens:,} tokens{tier}{cut}"
         )
 
 
@@ -147,31 +155,41 @@ def plan_host(
 
     Raises:
         ConfigError: A context longer than the model's, or one that does not fit; ``cache_bytes`` of less than
-            a context, or of more than the machine has.
+            a context; more of everything together than is available; a memory tier that holds no page.
     """
+    page_bytes = PAGE_TOKENS * needs.token_bytes
+    if 0 < needs.tier_bytes < page_bytes:
+        raise ConfigError(
+            "kv_memory_bytes",
+            show_size(needs.tier_bytes),
+            f"0, or at least {show_size(page_bytes, up=True)}, one page",
+        )
     length = _context(needs, max_model_len, cache_bytes)
     least_bytes = needs.context_bytes(length)
     if cache_bytes is not None and cache_bytes < least_bytes:
+        least = show_size(least_bytes, up=True)
         raise ConfigError(
-            "kv_cache_bytes", cache_bytes, f"at least {least_bytes}, for one context of {length} tokens"
+            "kv_cache_bytes", show_size(cache_bytes), f"at least {least}, for one context of {length} tokens"
         )
-    if cache_bytes is not None and cache_bytes > needs.total_bytes:
-        raise ConfigError(
-            "kv_cache_bytes", cache_bytes, f"at most {needs.total_bytes}, this machine's memory"
-        )
+    if cache_bytes is not None and cache_bytes > needs.rest_bytes:
+        raise _too_little(needs, cache_bytes, "of kv_cache_bytes")
     if least_bytes > needs.rest_bytes:
-        raise _too_little(needs, least_bytes, length)
+        raise _too_little(needs, least_bytes, f"of KV cache for one context of {length} tokens")
+    why = "the memory there is" if cache_bytes is None else "kv_cache_bytes"
+    is_cut = max_model_len is None and length < needs.longest
     if cache_bytes is None:
         most_bytes = min(needs.rest_bytes // _SHARE, max_num_seqs * least_bytes)
         cache_bytes = max(least_bytes, most_bytes)
-    pages = cache_bytes // (PAGE_TOKENS * needs.token_bytes)
+    pages = cache_bytes // page_bytes
     return HostMemory(
         needs.weight_bytes,
         needs.expert_bytes,
         needs.process_bytes,
-        pages * PAGE_TOKENS * needs.token_bytes,
+        pages * page_bytes,
         pages * PAGE_TOKENS,
         length,
+        needs.tier_bytes,
+        f"context cut from {needs.longest} to {length} tokens by {why}" if is_cut else "",
     )
 
 
@@ -188,28 +206,25 @@ def _context(needs: HostNeeds, asked: int | None, cache_bytes: int | None) -> in
         raise ConfigError(
             "max_model_len",
             asked,
-            f"at most {needs.total_bytes // needs.token_bytes}, what the {needs.total_bytes} bytes of this "
-            f"machine's memory hold at {needs.token_bytes} bytes a token",
+            f"at most {needs.total_bytes // needs.token_bytes}, what the {show_size(needs.total_bytes)} of "
+            f"this machine's memory hold at {show_size(needs.token_bytes)} a token",
         )
     return asked
 
 
-def _too_little(needs: HostNeeds, context_bytes: int, length: int) -> ConfigError:
+def _too_little(needs: HostNeeds, cache_bytes: int, what_cache: str) -> ConfigError:
     parts = (
         (needs.weight_bytes, "of weights"),
         (needs.expert_bytes, "of experts"),
         (needs.process_bytes, "for the processes"),
         (needs.tier_bytes, "of kv_memory_bytes"),
-        (context_bytes, f"of KV cache for one context of {length} tokens"),
+        (cache_bytes, what_cache),
     )
-    told = ", ".join(f"{_gib(num_bytes)} {what}" for num_bytes, what in parts if num_bytes)
+    told = ", ".join(f"{show_size(num_bytes)} {what}" for num_bytes, what in parts if num_bytes)
+    smaller = "kv_cache_bytes" if what_cache.endswith("kv_cache_bytes") else "max_model_len"
     return ConfigError(
         "memory",
-        InWords(f"{_gib(needs.available_bytes)} available"),
-        f"at least {_gib(needs.fixed_bytes + context_bytes)}: {told}",
-        "a smaller max_model_len, or workers on other machines, need less here",
+        InWords(f"{show_size(needs.available_bytes)} available"),
+        f"at least {show_size(needs.fixed_bytes + cache_bytes, up=True)}: {told}",
+        f"a smaller {smaller}, or workers on other machines, need less here",
     )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from duckllm.config import show_size
 from duckllm.errors import CacheFormatError, ConfigError
 from duckllm.weights.files import write_atomically
 
@@ -141,8 +142,18 @@ def describe_difference(page_format: PageFormat, got: Any) -> str:
         return "description: got none, expected an object"
     for field, expected in page_format.description.items():
         if got.get(field) != expected:
+            if field == "layer_widths" and (drafts := _other_drafts(got.get(field), len(expected))):
+                return drafts
             return f"{field}: got {_shown(got.get(field))}, expected {_shown(expected)}"
     return ""
+
+
+def _other_drafts(got: object, num_layers: int) -> str:
+    """What a layer more or less than expected comes from; empty where it is something else."""
+    if not isinstance(got, list) or abs(len(got) - num_layers) != 1:
+        return ""
+    made, now = ("on or auto", "off") if len(got) > num_layers else ("off", "on or auto")
+    return f"these pages were made with draft {made}, and it is {now} now"
 
 
 def _shown(value: object) -> str:
@@ -154,20 +165,60 @@ def _short_hash(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
-def check_model(folder: Path, model_hash: str) -> None:
-    """Refuses a folder of another model's pages before anything is loaded; the rest is checked in use.
+def check_folder(folder: Path, model_hash: str, num_layers: int) -> None:
+    """Refuses, before anything is loaded, a folder that cannot be used; what is left is checked in use.
+
+    Args:
+        folder: It may be missing yet.
+        model_hash: The model's.
+        num_layers: Layers that keep something of a token, one that guesses among them.
 
     Raises:
-        CacheFormatError: Names the folder, the model that it is of and the one that was expected.
+        CacheFormatError: It is another model's, or made with guesses and used without them, or the other way
+            round, or holds something else.
+        ConfigError: It is no folder.
     """
     path = folder / DESCRIPTION_FILE
     try:
-        got = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        if not folder.exists():
+            return
+        got = _read_description(folder)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    if not isinstance(got, dict):
         return
-    if isinstance(got, dict) and got.get("model_hash") != model_hash:
+    if got.get("model_hash") != model_hash:
         difference = f"model_hash: got {_shown(got.get('model_hash'))}, expected {_shown(model_hash)}"
         raise CacheFormatError(_of_another(path, difference))
+    if difference := _other_drafts(got.get("layer_widths"), num_layers):
+        raise CacheFormatError(_of_another(path, difference))
+
+
+def _read_description(folder: Path) -> Any:
+    """What ``kv-cache.json`` says; None in a folder that has none and is empty.
+
+    Raises:
+        CacheFormatError: It is broken, or is missing beside something else.
+        OSError: The folder cannot be read.
+    """
+    path = folder / DESCRIPTION_FILE
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        others = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+        if others and DESCRIPTION_FILE not in others:
+            raise CacheFormatError(
+                f"{folder}: got a folder with {others[0]!r} and no {DESCRIPTION_FILE}, "
+                "expected pages of the KV cache, or nothing"
+            ) from None
+        return None
+    except (ValueError, RecursionError) as error:
+        raise CacheFormatError(f"{path}: cannot be read ({error})") from error
+
+
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    reason = error.strerror or "no reason given"
+    return ConfigError("kv_disk_dir", str(folder), "a folder that can be used", reason)
 
 
 def _of_another(path: Path, difference: str) -> str:
@@ -194,7 +245,8 @@ class PageFolder:
         self.path, self.format = path, page_format
         self.max_pages = budget_bytes // page_format.file_bytes
         if not self.max_pages:
-            raise ConfigError("kv_disk_bytes", budget_bytes, f"at least {page_format.file_bytes}, one page")
+            least = show_size(page_format.file_bytes, up=True)
+            raise ConfigError("kv_disk_bytes", show_size(budget_bytes), f"at least {least}, one page")
         self._own = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._index: OrderedDict[bytes, None] = OrderedDict()
         try:
@@ -202,9 +254,7 @@ class PageFolder:
             self._check_description()
             self._scan()
         except OSError as error:
-            raise ConfigError(
-                "kv_disk_dir", str(path), "a folder that can be used", error.strerror or "no reason given"
-            ) from error
+            raise _unusable(path, error) from error
 
     def __contains__(self, page_hash: bytes) -> bool:
         return page_hash in self._index
@@ -278,20 +328,11 @@ class PageFolder:
 
     def _check_description(self) -> None:
         path = self.path / DESCRIPTION_FILE
-        try:
-            got = json.loads(path.read_bytes())
-        except FileNotFoundError:
-            others = sorted(name for name in os.listdir(self.path) if not name.startswith("."))
-            if others and DESCRIPTION_FILE not in others:
-                raise CacheFormatError(
-                    f"{self.path}: got a folder with {others[0]!r} and no {DESCRIPTION_FILE}, "
-                    "expected pages of the KV cache, or nothing"
-                ) from None
+        if not path.exists():
+            _read_description(self.path)  # refuses what else may be there
             self._describe(path)
-            # Another process may have been first, with another format.
-            got = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise CacheFormatError(f"{path}: cannot be read ({error})") from error
+        # Where there was none, another process may have been first, with another format.
+        got = _read_description(self.path)
         if difference := describe_difference(self.format, got):
             raise CacheFormatError(_of_another(path, difference))
 

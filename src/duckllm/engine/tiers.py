@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from duckllm.config import show_size
 from duckllm.engine.disk_tier import DiskTier, Pending
 from duckllm.engine.page_files import PageBytes, PageFolder, PageFormat, PageKey
 from duckllm.errors import ConfigError
@@ -57,8 +58,9 @@ class Tiers:
         self._copy_page = copy_page
         self._most_in_memory = settings.memory_bytes // page_format.page_bytes
         if settings.memory_bytes and not self._most_in_memory:
+            least = show_size(page_format.page_bytes, up=True)
             raise ConfigError(
-                "kv_memory_bytes", settings.memory_bytes, f"0, or at least {page_format.page_bytes}, one page"
+                "kv_memory_bytes", show_size(settings.memory_bytes), f"0, or at least {least}, one page"
             )
         self._memory: OrderedDict[bytes, tuple[PageKey, PageBytes]] = OrderedDict()  # longest left first
         self._disk: DiskTier | None = None

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from duckllm.errors import CheckpointError, UnsupportedModelError
+from duckllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from duckllm.weights.architectures import layout_of
 from duckllm.weights.checkpoint import load_json
 from duckllm.weights.layout import ModelLayout
@@ -74,6 +74,17 @@ def open_model(model: str | Path | None) -> ModelFolder:
     layout = layout_of(load_json(folder / "config.json"), {})
     _check_manifest(manifest, layout)
     return ModelFolder(folder, manifest, layout.num_layers)
+
+
+def check_context(model: ModelFolder, max_model_len: int | None) -> None:
+    """Refuses a context longer than the model's before anything is loaded.
+
+    Raises:
+        ConfigError: It is.
+    """
+    longest = load_json(model.path / "config.json").get("max_position_embeddings")
+    if max_model_len is not None and type(longest) is int and max_model_len > longest:
+        raise ConfigError("max_model_len", max_model_len, f"at most {longest}, the model's longest context")
 
 
 def architecture_of(folder: Path) -> str:

@@ -1,0 +1,79 @@
+"""What needs no weights to be found wrong is found before workers start and before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import duckllm.llm
+from duckllm import LLM
+from duckllm.errors import ConfigError, DuckError
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_len": 4097}, "max_model_len: got 4097, expected at most 4096, the model's longest"),
+        ({"kv_disk_dir": "{folder}/thesis.txt"}, "kv_disk_dir: got '{folder}/thesis.txt', expected a folder"),
+        ({"kv_disk_dir": "{folder}"}, "{folder}: got a folder with 'thesis.txt' and no kv-cache.json"),
+        (
+            {"kv_disk_bytes": "2GiB"},
+            "kv_disk_bytes: got 2.00 GiB, expected a folder for them: it needs kv_disk_dir",
+        ),
+        ({"kv_cache_bytes": "much"}, "kv_cache_bytes: got 'much', expected a size: 2GiB"),
+        ({"kv_memory_bytes": "-1"}, "kv_memory_bytes: got '-1', expected a size"),
+        ({"kv_memory_bytes": None}, "kv_memory_bytes: got None, expected an integer of at least 0"),
+        ({"workers": "two"}, "workers: got 'two', expected name:port"),
+        ({"workers": ["a:1", "two"]}, "workers: got 'two', expected name:port"),
+    ],
+)
+def test_a_mistake_is_found_before_workers_start(
+    demo_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    def start(*_: object) -> None:
+        raise AssertionError("workers were started")
+
+    monkeypatch.setattr(duckllm.llm, "begin_workers", start)
+    (tmp_path / "thesis.txt").write_text("mine")
+    given = {
+        name: value.format(folder=tmp_path) if isinstance(value, str) else value
+        for name, value in options.items()
+    }
+    with pytest.raises(DuckError) as caught:
+        LLM(demo_folder, **given)
+    assert str(caught.value).startswith(message.format(folder=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_memory_bytes": "1KiB"}, "kv_memory_bytes: got 1.00 KiB, expected 0, or at least 4"),
+        ({"kv_cache_bytes": 1000}, "kv_cache_bytes: got 1000 bytes, expected at least "),
+        (
+            {"kv_disk_dir": "pages", "kv_disk_bytes": "1KiB"},
+            "kv_disk_bytes: got 1.00 KiB, expected more than 49.00 KiB, one page",
+        ),
+        (
+            {"kv_cache_bytes": "15GiB", "kv_memory_bytes": "15GiB"},
+            "memory: got 23.50 GiB available, expected",
+        ),
+        ({"kv_cache_bytes": "23.4GiB"}, "memory: got 23.50 GiB available, expected at least 23.8"),
+    ],
+)
+def test_a_size_that_cannot_be_is_found_before_weights_are_loaded(
+    demo_folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("duckllm.assembly.load_model", load)
+    monkeypatch.setattr(duckllm.llm, "available_memory_bytes", lambda: 47 << 29)
+    with pytest.raises(ConfigError) as caught:
+        LLM(demo_folder, workers=0, **options)
+    assert str(caught.value).startswith(message)
