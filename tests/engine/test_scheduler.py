@@ -221,3 +221,36 @@ def test_who_shares_no_whole_page_does_not_wait() -> None:
     for name in ("first", "second"):
         scheduler.add(make_request(name, PAGE_TOKENS))  # its last token is computed in any case
     assert compute(scheduler) == [("first", 0, PAGE_TOKENS), ("second", 0, PAGE_TOKENS)]
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_more_requests_than_a_step_has_tokens_take_turns(step: int) -> None:
+    scheduler = make_scheduler(step=step)
+    requests = [make_request(name, 1, first=100 * number) for number, name in enumerate("abcde")]
+    for request in requests:
+        scheduler.add(request)
+    for _ in range(30):
+        assert sum(stop - start for _, start, stop in compute(scheduler)) == step
+    before = [request.num_output_tokens for request in requests]
+    for _ in range(20):
+        compute(scheduler)
+    gained = [request.num_output_tokens - count for request, count in zip(requests, before, strict=True)]
+    assert sum(gained) == 20 * step
+    assert max(gained) - min(gained) <= 1
+    for request in requests:
+        scheduler.remove(request)
+    assert scheduler._last_turn == {}
+
+
+def test_a_long_prompt_comes_forward_however_many_answer() -> None:
+    """And those who answer wait for no more than their share of it."""
+    scheduler = make_scheduler(step=16)
+    for number in range(16):
+        scheduler.add(make_request(f"{number}", 1, first=100 * number))
+    compute(scheduler)
+    compute(scheduler)
+    long = make_request("long", 40, first=5000)
+    scheduler.add(long)
+    steps = [compute(scheduler) for _ in range(20)]
+    assert long.num_computed_tokens == 40
+    assert all(sum(name != "long" for name, *_ in step) == 14 for step in steps)

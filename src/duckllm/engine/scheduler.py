@@ -61,6 +61,9 @@ class Scheduler:
         self._passed: set[Request] = set()
         # Who waits for a running one to compute the beginning that both have, so many tokens.
         self._follows: dict[Request, tuple[Request, int]] = {}
+        self._num_steps = 0
+        # Of the running ones, in which step they were computed last, and at which place in it.
+        self._last_turn: dict[Request, tuple[int, int]] = {}
         self._is_changing = False
 
     def __contains__(self, request: Request) -> bool:
@@ -83,6 +86,7 @@ class Scheduler:
             self._fetching = None
             self._passed.clear()
             self._follows.clear()
+            self._last_turn.clear()
         self._is_changing = True
         yield
         self._is_changing = False
@@ -115,6 +119,7 @@ class Scheduler:
 
     def _let_go(self, request: Request) -> None:
         self.kv_cache.close(self._running.pop(request))
+        self._last_turn.pop(request, None)
         request.num_computed_tokens = 0
 
     def schedule(self) -> list[Scheduled]:
@@ -132,13 +137,16 @@ class Scheduler:
         preempted = False
         for request in [request for request in self._running if request.finish_reason is not None]:
             self._let_go(request)  # its last step was interrupted
-        order = sorted(self._running, key=lambda request: _num_left(request) > 1)
+        order = sorted(self._running, key=self._turn)
         answering = sum(_num_left(request) == 1 for request in order)
         # Guesses take no answering one's turn, and half of what is left then where there are prompts.
         has_prompts = answering < len(order) or (self._waiting and len(order) < self.max_num_seqs)
         room = max(0, budget - answering) // (2 if has_prompts else 1)
+        # However many answer, prompts come forward: by an eighth of each step, or in each fourth one.
+        kept = (budget // 8 or int(self._num_steps % 4 == 0)) if has_prompts else 0
         for number, request in enumerate(order):
-            if not budget or request not in self._running:
+            is_late = number < answering and budget <= kept  # its turn is in the next step
+            if not budget or is_late or request not in self._running:
                 continue
             most_drafts = -(-room // max(1, answering - number))
             wanted = _wanted(request, self._running[request], budget, most_drafts)
@@ -169,7 +177,14 @@ class Scheduler:
                 request.cached_tokens = _cached_tokens(table)
             step.append(wanted)
             budget -= len(wanted.token_ids)
+        self._num_steps += 1
+        self._last_turn |= {each.request: (self._num_steps, place) for place, each in enumerate(step)}
         return step
+
+    def _turn(self, request: Request) -> tuple[bool, tuple[int, int]]:
+        """Where a request stands: who answers first, of those who was passed over longest."""
+        is_prompt = _num_left(request) > 1
+        return is_prompt, (0, 0) if is_prompt else self._last_turn.get(request, (0, 0))
 
     def _room(self, wanted: Scheduled) -> int:
         """Tokens that need pages: what is computed, and as many guesses in it and behind it as may be."""
