@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
@@ -233,8 +234,8 @@ def test_a_kept_conversation_goes_on(llm: LLM, tmp_path: Path) -> None:
     [
         ({"model_hash": "b" * 64}, "model_hash: got 'bbbb"),
         ({"format_version": 2}, "format_version: got 2, expected 1"),
-        ({"token_ids": [1, -1]}, "token_ids: got something else, expected numbers from 0 to 8191"),
-        ({"token_ids": [8192]}, "token_ids: got something else"),
+        ({"token_ids": [1, -1]}, "token_ids: got something else, expected a list of token ids"),
+        ({"token_ids": [8192, 1]}, "token_ids: got 8192, expected numbers from 0 to 8191"),
         ({"token_ids": None}, "token_ids: got something else"),
         ({"token_ids": []}, "token_ids: got 0, expected some where a reply is"),
         ({"messages": [{"role": "duck", "content": ""}]}, r"messages\[0\].role: got 'duck'"),
@@ -261,6 +262,15 @@ def test_an_unreadable_file_is_refused(llm: LLM, tmp_path: Path, content: bytes 
         path.write_bytes(content)
     with pytest.raises(CacheFormatError, match=r"duck\.json: "):
         Conversation.load(path, llm)
+
+
+def test_a_conversation_that_cannot_be_written_names_the_path_that_was_given(
+    llm: LLM, tmp_path: Path
+) -> None:
+    path = tmp_path / "nope" / "duck.json"
+    message = f"path: got '{path}', expected a file that can be written (No such file or directory)"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        llm.conversation().save(path)
 
 
 def test_a_folder_of_a_session_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,8 +163,8 @@ def test_a_models_own_repetition_penalty_is_a_default() -> None:
         ({"grammar": ["a"]}, "structured_outputs.grammar: got ['a'], expected text"),
         ({"choice": "yes"}, "structured_outputs.choice: got 'yes', expected a list of texts"),
         ({"choice": []}, "structured_outputs.choice: got [], expected a list of texts that are not empty"),
-        ({"choice": ["yes", ""]}, "structured_outputs.choice: got '', expected a list of texts"),
-        ({"choice": ["\ud800"]}, "structured_outputs.choice: got text that UTF-8 cannot hold"),
+        ({"choice": ["yes", ""]}, "structured_outputs.choice[1]: got '', expected a text that is not"),
+        ({"choice": ["\ud800"]}, "structured_outputs.choice[0]: got text that UTF-8 cannot hold"),
     ],
 )
 def test_structured_outputs_that_make_no_sense_name_the_field(values: dict[str, Any], message: str) -> None:

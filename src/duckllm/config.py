@@ -192,6 +192,8 @@ class StepConfig:
             raise ConfigError(
                 "draft_tokens", self.draft_tokens, f"a whole number from 1 to {MAX_DRAFT_TOKENS}"
             )
+        if self.draft == "off" and self.draft_tokens != 1:
+            raise ConfigError("draft_tokens", self.draft_tokens, "nothing with draft off, which guesses none")
 
 
 def is_utf8(text: str) -> bool:

@@ -140,7 +140,7 @@ class Conversation:
         """Writes the conversation to a file, which appears whole or stays as it was.
 
         Raises:
-            OSError: It cannot be written.
+            ConfigError: It cannot be written; names the path that was given.
         """
         facts = {
             "format_version": FORMAT_VERSION,
@@ -149,7 +149,11 @@ class Conversation:
             "messages": self.messages,
             "token_ids": self.token_ids,
         }
-        write_atomically(Path(path), json.dumps(facts, ensure_ascii=False).encode() + b"\n")
+        try:
+            write_atomically(Path(path), json.dumps(facts, ensure_ascii=False).encode() + b"\n")
+        except OSError as error:
+            reason = error.strerror or ""
+            raise ConfigError("path", str(path), "a file that can be written", reason) from error
 
     @classmethod
     def load(cls, path: str | Path, model: Speaker) -> Conversation:
@@ -158,15 +162,10 @@ class Conversation:
         Raises:
             CacheFormatError: The file cannot be read, is malformed, or is another model's.
         """
-        try:
-            facts = json.loads(Path(path).read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
-            raise CacheFormatError(f"{path}: cannot be read ({error})") from error
-        _check_facts(path, facts, model)
+        facts = read_conversation(path)
+        _check_model(path, facts, model)
         messages = facts["messages"]
-        begins_with_system = bool(messages) and messages[0]["role"] == "system"
-        system = messages[0]["content"] if begins_with_system else None
-        conversation = cls(model, system, keep_thinking=facts["keep_thinking"])
+        conversation = cls(model, system_of(messages), keep_thinking=facts["keep_thinking"])
         conversation.messages, conversation.token_ids = messages, facts["token_ids"]
         return conversation
 
@@ -176,12 +175,30 @@ def _check_one_reply(params: SamplingParams | None) -> None:
         raise ConfigError("n", params.n, "1 in a conversation")
 
 
-def _check_facts(path: str | Path, facts: Any, model: Speaker) -> None:
+def read_conversation(path: str | Path) -> dict[str, Any]:
+    """What a conversation's file holds, checked as far as no model is needed for it.
+
+    Raises:
+        CacheFormatError: The file cannot be read, or is malformed.
+    """
+    try:
+        facts = json.loads(Path(path).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CacheFormatError(f"{path}: cannot be read ({error})") from error
+    _check_facts(path, facts)
+    return dict(facts)
+
+
+def system_of(messages: Sequence[Message]) -> str | None:
+    """The system message that a conversation begins with, if it does."""
+    return messages[0]["content"] if messages and messages[0]["role"] == "system" else None
+
+
+def _check_facts(path: str | Path, facts: Any) -> None:
     if not isinstance(facts, dict):
         raise CacheFormatError(f"{path}: got {type(facts).__name__}, expected an object")
-    for field, expected in (("format_version", FORMAT_VERSION), ("model_hash", model.model_hash)):
-        if facts.get(field) != expected:
-            raise CacheFormatError(f"{path}: {field}: got {facts.get(field)!r}, expected {expected!r}")
+    if (version := facts.get("format_version")) != FORMAT_VERSION:
+        raise CacheFormatError(f"{path}: format_version: got {version!r}, expected {FORMAT_VERSION}")
     if not isinstance(facts.get("keep_thinking"), bool):
         raise CacheFormatError(f"{path}: keep_thinking: got no true or false, expected one")
     messages: Any = facts.get("messages")
@@ -191,10 +208,16 @@ def _check_facts(path: str | Path, facts: Any, model: Speaker) -> None:
             check_messages(messages)
     except RequestError as error:
         raise CacheFormatError(f"{path}: {error}") from error
-    most = model.tokenizer.max_token_id
-    is_list = isinstance(token_ids, list)
-    if not is_list or not all(type(each) is int and 0 <= each <= most for each in token_ids):
-        raise CacheFormatError(f"{path}: token_ids: got something else, expected numbers from 0 to {most}")
+    if not isinstance(token_ids, list) or not all(type(each) is int and each >= 0 for each in token_ids):
+        raise CacheFormatError(f"{path}: token_ids: got something else, expected a list of token ids")
     has_reply = any(message["role"] == "assistant" for message in messages)
     if has_reply != bool(token_ids):
         raise CacheFormatError(f"{path}: token_ids: got {len(token_ids)}, expected some where a reply is")
+
+
+def _check_model(path: str | Path, facts: dict[str, Any], model: Speaker) -> None:
+    got, most = facts.get("model_hash"), model.tokenizer.max_token_id
+    if got != model.model_hash:
+        raise CacheFormatError(f"{path}: model_hash: got {got!r}, expected {model.model_hash!r}")
+    if (largest := max(facts["token_ids"], default=0)) > most:
+        raise CacheFormatError(f"{path}: token_ids: got {largest}, expected numbers from 0 to {most}")

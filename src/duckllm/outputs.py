@@ -96,7 +96,7 @@ class EngineMetrics:
             tokens; None where no prompt was computed.
         decode_tokens_per_s: Likewise, of replies.
         acceptance: Share of the window's guesses that were right; None where there were none.
-        time_to_first_token_p50_s: Of the last requests that have ended; None before there is one.
+        time_to_first_token_p50_s: Of the last requests that have ended; None before there are ten.
         time_to_first_token_p99_s: Likewise.
         inter_token_p50_s: Likewise, of the times between two tokens of a reply.
         inter_token_p99_s: Likewise.

@@ -70,8 +70,8 @@ class StructuredOutputsParams:
                 or not self.choice
             ):
                 raise ConfigError("structured_outputs.choice", self.choice, expected)
-            for text in self.choice:
-                _require_text("structured_outputs.choice", text, expected)
+            for number, text in enumerate(self.choice):
+                _require_text(f"structured_outputs.choice[{number}]", text, "a text that is not empty")
         elif self.kind != "json_object":
             _require_text(f"structured_outputs.{self.kind}", getattr(self, self.kind), "text, not empty")
 

@@ -18,6 +18,7 @@ from duckllm.errors import ConfigError, InWords
 from duckllm.outputs import CachedTokens, RequestMetrics
 from duckllm.sampling_params import SamplingParams
 from duckllm.weights.console import ConsoleProgress, on_bar
+from duckllm.weights.manifest import Manifest
 
 MEMORY = "duckllm: 1.00 GiB of weights, 0.50 GiB of KV cache, which holds 10 tokens\n"
 CACHE = {"kv_cache_bytes": None, "kv_memory_bytes": 0, "kv_disk_dir": None, "kv_disk_bytes": None}
@@ -194,16 +195,57 @@ def test_what_is_not_given_is_the_models_own(duckllm: Any, monkeypatch: pytest.M
         (["--prompt", "x", "--session", "../x"], None, "session: got '../x', expected up to 64 letters"),
         (["--prompt", "x", "--session", ".x"], None, "session: got '.x'"),
         (["--prompt", "x", "--token-file", "/nowhere/token"], None, "token_file: got '/nowhere/token'"),
+        (
+            ["--prompt", "x", "--token-file", "TOKEN"],
+            None,
+            "token_file: got 'TOKEN', expected none, as only workers at addresses need one",
+        ),
     ],
 )
 def test_a_wrong_value_is_one_sentence_before_anything_is_loaded(
-    duckllm: Any, arguments: list[str], stdin: bytes | None, message: str
+    duckllm: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    stdin: bytes | None,
+    message: str,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("TOKEN").write_text("secret")
+    Path("TOKEN").chmod(0o600)
     done = duckllm("chat", *arguments, stdin=stdin)
     assert done.code == 2
     assert done.err.startswith(f"duckllm: {message}")
     assert done.err.count("\n") == 1
     assert done.out == ""
+    assert done.loaded == []
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({"model_hash": "b" * 64}, [], "session ducks is another model's (folder {folder}); another name"),
+        ({"messages": 3}, [], "{folder}/conversation.json: messages: got int"),
+        ({}, ["--system", "other"], "system: got 'other', expected 'be brief', with which session ducks"),
+        ({"messages": []}, ["--system", "other"], "system: got 'other', expected none, with which session"),
+    ],
+)
+def test_a_session_that_cannot_go_on_is_refused_before_anything_is_loaded(
+    duckllm: Any,
+    demo_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, Any],
+    options: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setenv("DUCKLLM_SESSION_DIR", str(tmp_path))
+    kept = {"format_version": 1, "model_hash": Manifest.load(demo_folder).model_hash, "keep_thinking": True}
+    kept |= {"messages": [{"role": "system", "content": "be brief"}], "token_ids": []}
+    (tmp_path / "ducks").mkdir()
+    (tmp_path / "ducks" / "conversation.json").write_text(json.dumps({**kept, **change}))
+    done = duckllm("chat", str(demo_folder), "--prompt", "x", "--session", "ducks", *options)
+    assert done.err.startswith(f"duckllm: {message.format(folder=tmp_path / 'ducks')}")
     assert done.loaded == []
 
 

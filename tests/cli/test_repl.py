@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import signal
@@ -66,9 +67,50 @@ def test_commands_answer_and_ask_nothing_of_the_model() -> None:
     model = FakeModel()
     shown = talk(model, "/help", "/stats", "/quack", "/", "", "   ")
     assert model.conversations == []
-    assert HELP in shown
+    assert HELP.format("") in shown
     assert "No reply yet." in shown
     assert "/quack is no command; /help lists them." in shown
+
+
+@pytest.mark.parametrize("text", ["/quit now", "/stats x", "/reset  all"])
+def test_a_command_with_something_behind_it_is_refused(text: str) -> None:
+    model = FakeModel()
+    shown = talk(model, "one", text, "two")
+    assert f"{text.split()[0]} takes nothing behind it.\n" in shown
+    assert roles(model.conversations[-1]) == ["user: one", "assistant: heard 'one'", "user: two"]
+
+
+def test_a_reset_says_that_a_session_is_forgotten() -> None:
+    out, model = io.StringIO(), FakeModel()
+    Repl(model, SamplingParams(), None, out, script("/help", "/reset"), session="ducks").run()
+    lost = "what session ducks held is forgotten"
+    assert f"/reset   begin a new conversation; {lost}\n" in out.getvalue()
+    assert f"A new conversation; {lost}.\n" in out.getvalue()
+    assert "A new conversation.\n" in talk(FakeModel(), "/reset")
+
+
+def test_an_empty_reply_is_told_with_its_facts() -> None:
+    class Silent(FakeModel):
+        def _stream(self, heard: str) -> Iterator:
+            for output in super()._stream(heard):
+                yield dataclasses.replace(output, text=" \n" if heard == "say nothing" else output.text)
+
+    shown = talk(Silent(), "say nothing", "one")
+    assert "[empty reply]\n[2 workers, fp9, avx2+scalar, 2 tokens, " in shown
+    assert shown.count("tok/s") == 1
+
+
+def test_what_is_said_breaks_between_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("duckllm.cli.terminal.terminal_width", lambda out: 40)
+    out = Terminal()
+    Repl(FakeModel(), SamplingParams(), None, out, script("one", "/stats")).run()
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 40
+    assert "This conversation: 1 reply, 2 tokens " in lines
 
 
 def test_a_path_is_a_message() -> None:

@@ -149,7 +149,7 @@ def test_ctrl_c_stops_a_reply_and_the_conversation_goes_on(terminal: Terminal) -
     terminal.wait_for(r"\n\[.*tok/s.*, stopped\]")
     terminal.wait_for(">")
     terminal.send(b"/stats" + ENTER)
-    terminal.wait_for("1 replies")
+    terminal.wait_for("1 reply,")
     terminal.send(b"hello" + ENTER)
     terminal.wait_for("heard 'hello'")
     terminal.wait_for(">")

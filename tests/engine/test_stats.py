@@ -73,7 +73,13 @@ def test_times_between_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert metrics.inter_token_p50_s is None  # not whole yet
     request.append(6)
     stats = EngineStats()
+    for _ in range(3):
+        stats.record_end(request)
+    assert stats.metrics().inter_token_p50_s is None  # of nine values a percentile says nothing
     stats.record_end(request)
+    assert stats.metrics().time_to_first_token_p50_s is None
+    for _ in range(6):
+        stats.record_end(request)
     assert request.inter_token_s() == pytest.approx([0.2, 0.0, 0.6])
     for metrics in (request.metrics(), stats.metrics()):
         assert metrics.inter_token_p50_s == pytest.approx(0.2)
@@ -86,11 +92,11 @@ def test_the_engine_counts_what_it_does(tmp_path_factory: pytest.TempPathFactory
     model, _ = make_model(tmp_path_factory.mktemp("model"), GROUPED, 64)
     engine = make_engine(model)
     for first in (1, 2):
-        engine.add(engine.new_request([first, *range(20)], SamplingParams(temperature=0, max_tokens=5)))
+        engine.add(engine.new_request([first, *range(20)], SamplingParams(temperature=0, max_tokens=6)))
     for _ in range(9):
-        engine.step()  # the last four have nothing to do
+        engine.step()  # the last three have nothing to do
     metrics = engine.stats.metrics()
-    assert (metrics.num_steps, metrics.num_generated_tokens) == (5, 10)
+    assert (metrics.num_steps, metrics.num_generated_tokens) == (6, 12)
     assert metrics.num_prompt_tokens == 2 * 20  # the last token of each is where a reply begins
     assert metrics.inter_token_p50_s is not None
     parts = metrics.step_parts_s

@@ -25,6 +25,7 @@ from duckllm.errors import ConfigError, DuckError
         ({"kv_cache_bytes": "much"}, "kv_cache_bytes: got 'much', expected a size: 2GiB"),
         ({"kv_memory_bytes": "-1"}, "kv_memory_bytes: got '-1', expected a size"),
         ({"kv_memory_bytes": None}, "kv_memory_bytes: got None, expected an integer of at least 0"),
+        ({"draft": "off", "draft_tokens": 4}, "draft_tokens: got 4, expected nothing with draft off, which"),
         ({"workers": "two"}, "workers: got 'two', expected name:port"),
         ({"workers": ["a:1", "two"]}, "workers: got 'two', expected name:port"),
     ],

@@ -159,7 +159,7 @@ def test_neither_a_folder_nor_in_the_cache_and_no_network(
     )
     (Path(REPO).parent).mkdir()
     Path(REPO).write_text("a file")
-    assert refused(REPO) == f"{REPO}: no such folder"
+    assert refused(REPO) == f"{REPO}: is a file, expected a model's folder"
 
 
 @pytest.mark.parametrize("lost", ["model-00002-of-00003.safetensors", "config.json", "tokenizer"])

@@ -90,6 +90,13 @@ def test_a_damaged_conversion_in_the_cache_is_mended(tmp_path: Path, damage: str
 def test_no_such_model(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="absent: no such folder"):
         resolve_model(tmp_path / "absent")
+    for name, hint in (
+        ("What is a duck?", r"folder \(a question to a model is asked with --prompt\)"),
+        ("GiB", r"folder \(a size is one word: 2GiB\)"),
+        (__file__, r"test_resolve_model\.py: is a file, expected a model's folder$"),
+    ):
+        with pytest.raises(ModelNotFoundError, match=hint):
+            resolve_model(name)
     with pytest.raises(ModelNotFoundError, match="empty name"):
         resolve_model("")
     (tmp_path / "empty").mkdir()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from duckllm.cli.common import (
+    EMPTY_REPLY,
     ChatConversation,
     ChatModel,
     Waiting,
@@ -27,12 +28,13 @@ from duckllm.cli.common import (
     tell,
 )
 from duckllm.cli.session import Session
-from duckllm.cli.terminal import ReplyWriter, keys_unseen
+from duckllm.cli.terminal import ReplyWriter, keys_unseen, wrapped
 from duckllm.cluster import check_cluster
 from duckllm.cluster.token import read_token
 from duckllm.config import ClusterConfig, is_utf8, parse_size
 from duckllm.errors import ConfigError, InWords
 from duckllm.sampling_params import SamplingParams
+from duckllm.weights.manifest import Manifest
 from duckllm.weights.resolve import resolve_model
 
 if TYPE_CHECKING:
@@ -208,6 +210,8 @@ def chat(
     _check_utf8("system", system or "")
     with ExitStack() as stack:
         kept = None if session is None else stack.enter_context(Session(session))
+        if kept is not None and kept.is_kept:
+            kept.check(Manifest.load(resolve_model(model)).model_hash, system or None)
         folder = kv_disk_dir if kept is None else kv_disk_dir or kept.pages_folder(draft)
         options |= _cache_options(kv_cache_bytes, kv_memory_bytes, folder, kv_disk_bytes)
         options |= {"draft": draft, "draft_tokens": draft_tokens, "lanes": lanes}
@@ -227,7 +231,9 @@ def chat(
             from duckllm.cli.repl import Repl
 
             title = _title(model, kept, conversation)
-            raise typer.Exit(Repl(llm, params, conversation, title=title, after_turn=keep).run())
+            name = "" if kept is None else kept.name
+            repl = Repl(llm, params, conversation, title=title, session=name, after_turn=keep)
+            raise typer.Exit(repl.run())
         try:
             answer(llm, conversation, question, params, sys.stdout, as_json=as_json)
         finally:
@@ -256,15 +262,18 @@ def answer(
                 text += last.text
                 if not as_json:
                     writer.write(last.text)
+            is_empty = writer.is_empty
     except KeyboardInterrupt:
         if last is None or as_json:
             raise
-        out.write(f"{describe_facts(model.cluster_info(), last.metrics, 'stopped')}\n")
+        out.write(f"{wrapped(describe_facts(model.cluster_info(), last.metrics, 'stopped'), out)}\n")
         raise typer.Exit(130) from None
     assert last is not None
     info, metrics = model.cluster_info(), last.metrics
     if not as_json:
-        out.write(f"{describe_facts(info, metrics, describe_ending(last, params))}\n")
+        if is_empty:
+            out.write(f"{EMPTY_REPLY}\n")
+        out.write(f"{wrapped(describe_facts(info, metrics, describe_ending(last, params)), out)}\n")
         return
     facts = {
         "text": text,
@@ -339,7 +348,10 @@ def _cluster_options(workers: str | None, options: dict[str, Any], token_file: P
     """The arguments of LLM about workers, known to be valid before anything is loaded."""
     options = {**options, "cluster_token": read_token(token_file)}
     parsed = None if workers is None else parse_workers(workers)
-    check_cluster(ClusterConfig(addresses=parsed if isinstance(parsed, tuple) else (), **options))
+    config = ClusterConfig(addresses=parsed if isinstance(parsed, tuple) else (), **options)
+    check_cluster(config)
+    if token_file is not None and config.kind != "static":
+        raise ConfigError("token_file", str(token_file), "none, as only workers at addresses need one")
     return {"workers": parsed, **options}
 
 

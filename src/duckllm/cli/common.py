@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from duckllm.cli.terminal import printable
+from duckllm.cli.terminal import printable, wrapped
 from duckllm.cluster.address import parse_address
 from duckllm.config import SHARES
 from duckllm.errors import ConfigError
@@ -51,14 +51,15 @@ class ChatConversation(Protocol):
         """Begins anew."""
 
 
+EMPTY_REPLY = "[empty reply]"
 _STEP_PARTS = {
     "attention_s": "attention",
     "dense_s": "dense layers",
-    "dispatch_s": "dispatch",
+    "dispatch_s": "sending to workers",
     "wait_s": "waiting for experts",
-    "combine_s": "combining",
-    "head_s": "head",
-    "sampling_s": "sampling",
+    "combine_s": "adding up",
+    "head_s": "rating all words",
+    "sampling_s": "choosing one",
     "draft_s": "guessing",
 }
 
@@ -117,16 +118,21 @@ def describe_shares(stripes: Sequence[int]) -> str:
     return f"stripes of each worker: {', '.join(map(str, stripes))} of {sum(stripes)}"
 
 
+def count_of(count: int, what: str) -> str:
+    """``"1 reply"``, ``"2 replies"``."""
+    plural = what[:-1] + "ies" if what.endswith("y") else what + "s"
+    return f"{count} {what if count == 1 else plural}"
+
+
 def describe_workers(info: ClusterInfo) -> str:
     """Number, format and instruction sets of the workers, for people."""
-    count = {0: "no workers", 1: "1 worker"}.get(info.num_workers, f"{info.num_workers} workers")
+    count = count_of(info.num_workers, "worker") if info.num_workers else "no workers"
     return f"{count}, {info.weight_format}, {'+'.join(sorted(set(info.isas)))}"
 
 
 def describe_facts(info: ClusterInfo, metrics: RequestMetrics, ending: str = "") -> str:
     """The line of facts below a reply; ``ending`` says why it is not whole."""
-    plural = "" if metrics.num_generated_tokens == 1 else "s"
-    facts = [describe_workers(info), f"{metrics.num_generated_tokens} token{plural}"]
+    facts = [describe_workers(info), count_of(metrics.num_generated_tokens, "token")]
     if metrics.decode_tokens_per_s is not None:
         facts.append(f"{metrics.decode_tokens_per_s:.1f} tok/s")
     if metrics.time_to_first_token_s is not None:
@@ -161,9 +167,9 @@ def describe_stats(stats: EngineMetrics) -> str:
         if median is not None and most is not None:
             rates.append(f"{name} {1000 * median:.1f} ms, 99 of 100 within {1000 * most:.1f}")
     return (
-        f"Last {stats.window_steps} steps, {1000 * stats.step_s:.2f} ms each: {parts}\n"
+        f"Last {count_of(stats.window_steps, 'step')}, {1000 * stats.step_s:.2f} ms each: {parts}\n"
         f"{'; '.join(rates)}\n"
-        f"In all: {stats.num_prompt_tokens} tokens of prompts computed, "
+        f"In all: {count_of(stats.num_prompt_tokens, 'token')} of prompts computed, "
         f"{stats.num_generated_tokens} generated, "
         f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} guesses right"
     )
@@ -185,7 +191,7 @@ def describe_ending(output: StreamOutput, params: SamplingParams) -> str:
 def tell(text: str) -> None:
     """A line about what is going on, on stderr where there is one."""
     if sys.stderr is not None:
-        print(f"duckllm: {printable(text)}", file=sys.stderr)
+        print(wrapped(f"duckllm: {printable(text)}", sys.stderr), file=sys.stderr)
 
 
 class Waiting:

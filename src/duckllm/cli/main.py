@@ -21,7 +21,7 @@ from duckllm.cli.bench import bench
 from duckllm.cli.convert import convert
 from duckllm.cli.inspect import inspect
 from duckllm.cli.plan import plan
-from duckllm.cli.terminal import printable
+from duckllm.cli.terminal import printable, wrapped
 from duckllm.cli.worker import worker
 from duckllm.errors import DuckError, PlacementError
 
@@ -130,7 +130,8 @@ def _report(error: Exception) -> int:
         if isinstance(error, PlacementError):
             print(printable(error.table), file=sys.stderr)
         # A file of a model may have put anything into it: nothing that a terminal obeys, and no second line.
-        print(f"duckllm: {printable(sentence).replace(chr(10), ' ')}", file=sys.stderr, flush=True)
+        line = f"duckllm: {printable(sentence).replace(chr(10), ' ')}"
+        print(wrapped(line, sys.stderr), file=sys.stderr, flush=True)
     except OSError:
         pass  # nowhere left to say it: the exit code does
     return code

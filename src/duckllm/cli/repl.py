@@ -14,14 +14,16 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from duckllm.cli.common import (
+    EMPTY_REPLY,
     ChatConversation,
     ChatModel,
+    count_of,
     describe_ending,
     describe_facts,
     describe_stats,
     describe_workers,
 )
-from duckllm.cli.terminal import ReplyWriter, keys_unseen
+from duckllm.cli.terminal import ReplyWriter, keys_unseen, wrapped
 from duckllm.errors import ClusterError, PromptTooLongError, RequestError, WorkerLostError
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from duckllm.sampling_params import SamplingParams
 
 HELP = """\
-/reset   begin a new conversation
+/reset   begin a new conversation{}
 /stats   tokens and times of this conversation
 /help    this list
 /quit    leaves, as /exit and Ctrl-D do
@@ -39,6 +41,7 @@ Enter sends, Alt-Enter begins a new line, several pasted lines are one message.
 Ctrl-C stops a reply and keeps what was said."""
 _COMMAND = re.compile(r"/[a-z]*")
 _LEAVE = ("/quit", "/exit")
+_COMMANDS = ("/reset", "/stats", "/help", *_LEAVE)
 _TOO_LONG_HINT = "The conversation fills the context; /reset begins a new one."
 
 
@@ -53,6 +56,7 @@ class Repl:
         read: Gives the next message; raises EOFError at the end, KeyboardInterrupt for Ctrl-C. The
             terminal's line editor by default.
         title: Said of the model at the start.
+        session: Name of the session that keeps the conversation; empty for none.
         after_turn: Called whenever the conversation has changed.
     """
 
@@ -64,6 +68,7 @@ class Repl:
         out: TextIO | None = None,
         read: Callable[[], str] | None = None,
         title: str = "",
+        session: str = "",
         after_turn: Callable[[], object] = lambda: None,
     ) -> None:
         self._model, self._params = model, params
@@ -71,7 +76,7 @@ class Repl:
         self._after_turn = after_turn
         self._out = out or sys.stdout
         self._read = read or _line_editor()
-        self._title = title
+        self._title, self._session = title, session
         self._forget_counts()
 
     def run(self) -> int:
@@ -102,17 +107,22 @@ class Repl:
     def _answer(self, text: str) -> None:
         if _COMMAND.fullmatch(text):
             self._run_command(text)
+        elif (word := text.partition(" ")[0]) in _COMMANDS and "\n" not in text:
+            self._say(f"{word} takes nothing behind it.")
         elif text:
             self._reply_to(text)
 
     def _run_command(self, command: str) -> None:
         if command == "/help":
-            self._say(HELP)
+            self._say(
+                HELP.format(f"; what session {self._session} held is forgotten" if self._session else "")
+            )
         elif command == "/reset":
             self._conversation.reset()
             self._forget_counts()
             self._after_turn()
-            self._say("A new conversation.")
+            lost = f"; what session {self._session} held is forgotten" if self._session else ""
+            self._say(f"A new conversation{lost}.")
         elif command == "/stats":
             self._say(self._stats())
         else:
@@ -125,6 +135,7 @@ class Repl:
     def _reply_to(self, text: str) -> None:
         """Shows the reply to ``text``; the conversation keeps both unless there was nothing of a reply."""
         problem = ""
+        is_empty = False
         last: StreamOutput | None = None
         try:
             with (
@@ -137,6 +148,7 @@ class Repl:
                     self._last_metrics = last.metrics
                     if interrupt.wanted and last.finish_reason is None:
                         break
+                is_empty = writer.is_empty
         except PromptTooLongError as error:
             problem = f"[{error}. {_TOO_LONG_HINT}]"
         except (RequestError, WorkerLostError) as error:  # the next message asks the workers again
@@ -151,8 +163,12 @@ class Repl:
             self._count()
         if problem:
             self._say(problem)
-        elif last is not None and (ending := describe_ending(last, self._params)):
-            self._say(describe_facts(self._model.cluster_info(), last.metrics, ending))
+        elif last is not None:
+            ending = describe_ending(last, self._params)
+            if is_empty:
+                self._say(EMPTY_REPLY)
+            if is_empty or ending:
+                self._say(describe_facts(self._model.cluster_info(), last.metrics, ending))
 
     def _count(self) -> None:
         if self._last_metrics is not None:
@@ -164,14 +180,15 @@ class Repl:
         if self._last_metrics is None:
             return "No reply yet."
         return (
-            f"This conversation: {self._num_replies} replies, {self._num_generated_tokens} tokens generated, "
-            f"{self._num_prompt_tokens} tokens in the last prompt.\n"
+            f"This conversation: {count_of(self._num_replies, 'reply')}, "
+            f"{count_of(self._num_generated_tokens, 'token')} generated, "
+            f"{count_of(self._num_prompt_tokens, 'token')} in the last prompt.\n"
             f"Last reply: {describe_facts(self._model.cluster_info(), self._last_metrics)}\n"
             f"{describe_stats(self._model.stats())}"
         ).rstrip()
 
     def _say(self, text: str) -> None:
-        self._out.write(text + "\n")
+        self._out.write(wrapped(text, self._out) + "\n")
         self._out.flush()
 
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from duckllm.cli.common import tell
-from duckllm.errors import ConfigError, InWords
+from duckllm.errors import CacheFormatError, ConfigError, InWords
 from duckllm.weights.files import FolderLock
 
 if TYPE_CHECKING:
@@ -80,29 +80,50 @@ class Session:
     def _refuse(self) -> None:
         raise ConfigError("session", self.name, "one that no other chat has open")
 
-    def open(self, llm: LLM, system: str | None) -> Conversation:
-        """The conversation so far, or a new one.
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is something of it to go on with."""
+        return (self.folder / _FILE).exists()
+
+    def check(self, model_hash: str, system: str | None) -> None:
+        """Finds out before anything is loaded whether the conversation so far can go on.
+
+        Args:
+            model_hash: Of the model that is to go on with it.
+            system: A system message that was asked for.
 
         Raises:
             CacheFormatError: It is another model's, or cannot be read.
             ConfigError: It has another system message.
         """
+        from duckllm.conversation import read_conversation, system_of
+
+        facts = read_conversation(self.folder / _FILE)
+        if facts.get("model_hash") != model_hash:
+            raise CacheFormatError(
+                f"session {self.name} is another model's (folder {self.folder}); "
+                "another name begins a new one"
+            )
+        begun = system_of(facts["messages"])
+        if system is not None and system != begun:
+            kept = InWords("none") if begun is None else begun
+            raise ConfigError("system", system, f"{kept!r}, with which session {self.name} has begun")
+
+    def open(self, llm: LLM, system: str | None) -> Conversation:
+        """The conversation so far, which :meth:`check` has found good, or a new one.
+
+        Raises:
+            CacheFormatError: It cannot be read.
+        """
         from duckllm.conversation import Conversation
 
-        path = self.folder / _FILE
-        if not path.exists():
-            return llm.conversation(system)
-        conversation = Conversation.load(path, llm)
-        if system is not None and system != conversation.system:
-            kept = conversation.system if conversation.system is not None else InWords("none")
-            raise ConfigError("system", system, f"{kept!r}, with which session {self.name} has begun")
-        return conversation
+        return Conversation.load(self.folder / _FILE, llm) if self.is_kept else llm.conversation(system)
 
     def save(self, conversation: Conversation) -> None:
         """Keeps the conversation as it is now. Where it cannot be written stderr says so, once."""
         try:
             conversation.save(self.folder / _FILE)
-        except OSError as error:
+        except ConfigError as error:
             if not self._has_warned:
-                tell(f"{self.folder / _FILE}: cannot be written ({error.strerror})")
+                tell(f"{self.folder / _FILE}: cannot be written ({error.hint})")
             self._has_warned = True

@@ -1,4 +1,4 @@
-"""What a terminal needs: replies wrapped at its width, nothing in them that commands it, keys kept unseen.
+"""What a terminal needs: text wrapped at its width, nothing in them that commands it, keys kept unseen.
 
 Called by the verbs and by the conversation; knows text and file descriptors, no models.
 """
@@ -82,6 +82,7 @@ class ReplyWriter:
         self._out = out
         self._wrap = WordWrap(lambda: terminal_width(out)) if out.isatty() else None
         self._has_written = False
+        self.is_empty = True  # as far as anybody can see
 
     def __enter__(self) -> ReplyWriter:
         return self
@@ -98,8 +99,17 @@ class ReplyWriter:
         if not text:
             return
         self._has_written = True
+        self.is_empty = self.is_empty and not text.strip()
         self._out.write(self._wrap.push(printable(text)) if self._wrap else text)
         self._out.flush()
+
+
+def wrapped(text: str, out: TextIO) -> str:
+    """``text``, broken between words where ``out`` is a terminal."""
+    if not out.isatty():
+        return text
+    wrap = WordWrap(lambda: terminal_width(out))
+    return wrap.push(text) + wrap.flush()
 
 
 def terminal_width(out: TextIO) -> int:

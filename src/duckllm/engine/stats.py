@@ -19,6 +19,7 @@ from duckllm.outputs import EngineMetrics, percentile
 
 WINDOW_STEPS = 512
 WINDOW_REQUESTS = 256
+LEAST_VALUES = 10  # of fewer a percentile says nothing
 
 
 @dataclass(frozen=True)
@@ -92,15 +93,19 @@ class EngineStats:
             prefill_tokens_per_s=_rate(sum(step.num_prompt_tokens for step in steps), prompt_s),
             decode_tokens_per_s=_rate(sum(step.num_new_tokens for step in steps), seconds - prompt_s),
             acceptance=sum(step.num_accepted_tokens for step in steps) / drafts if drafts else None,
-            time_to_first_token_p50_s=percentile(self._first_token_s, 50),
-            time_to_first_token_p99_s=percentile(self._first_token_s, 99),
-            inter_token_p50_s=percentile(self._gaps_s, 50),
-            inter_token_p99_s=percentile(self._gaps_s, 99),
+            time_to_first_token_p50_s=_percentile(self._first_token_s, 50),
+            time_to_first_token_p99_s=_percentile(self._first_token_s, 99),
+            inter_token_p50_s=_percentile(self._gaps_s, 50),
+            inter_token_p99_s=_percentile(self._gaps_s, 99),
         )
 
 
 def _prompt_share(step: StepRecord) -> float:
     return step.num_prompt_tokens / max(1, step.num_prompt_tokens + step.num_decode_tokens)
+
+
+def _percentile(values: Sequence[float], percent: float) -> float | None:
+    return percentile(values, percent) if len(values) >= LEAST_VALUES else None
 
 
 def _rate(count: int, seconds: float) -> float | None:

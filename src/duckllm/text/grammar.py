@@ -33,6 +33,10 @@ _TEMPERATURE = re.compile(r"^\s*\w+\s*\[[^\]\n]*\btemperature\s*=", re.MULTILINE
 # that has lost its way writes white space until it is stopped.
 _WHITE_SPACE = r"( |\n {0,32})?"
 
+# What a reason says of an expression, below a picture of it; and where a picture of a grammar begins.
+_REGEX_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
+_PICTURE = re.compile(r"^ *\d+ \| ", re.MULTILINE)
+
 # Most grammars that are kept compiled.
 _MAX_COMPILED = 32
 
@@ -262,6 +266,9 @@ def _as_regex(text: str) -> str:
 
 
 def _short(reason: object) -> str:
-    """The library's reason on one line."""
-    text = " ".join(str(reason).replace("<non-verbose/>", "").split())
+    """The library's reason on one line, without its pictures of where."""
+    text = str(reason).replace("<non-verbose/>", "")
+    if found := _REGEX_ERROR.search(text):
+        text = found[1]
+    text = " ".join(_PICTURE.split(text)[0].split())
     return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}..."

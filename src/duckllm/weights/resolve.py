@@ -7,6 +7,7 @@ version: a changed checkpoint gets a folder of its own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from duckllm.weights.manifest import FORMAT_VERSION, MANIFEST_FILE, Manifest
 from duckllm.weights.progress_file import PROGRESS_FILE
 
 DEMO_NAME = "duck-demo"
+_UNIT = re.compile(r"[KMGT]i?B", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,20 @@ def find_model(model: str | Path | None, *, whole: bool = True) -> ModelPlace:
         return ModelPlace(folder, DEMO_NAME if model is None else folder.resolve().name, {})
     hub_model = HubModel.parse(str(model)) if is_free else None
     if hub_model is None:
-        raise ModelNotFoundError(f"{folder}: no such folder")
+        what = "no such folder" if is_free else "is a file, expected a model's folder"
+        raise ModelNotFoundError(f"{folder}: {what}{_hint(str(model))}")
     folder = hub_model.find() if whole else hub_model.find_configuration()
     origin = {"hub_id": hub_model.repo_id, "revision": folder.name}
     return ModelPlace(folder, hub_model.repo_id.replace("/", "--"), origin)
+
+
+def _hint(name: str) -> str:
+    """What may have been meant by a name that is no model's."""
+    if _UNIT.fullmatch(name):
+        return " (a size is one word: 2GiB)"
+    if name.endswith("?") or len(name.split()) > 1:
+        return " (a question to a model is asked with --prompt)"
+    return ""
 
 
 def resolve_model(model: str | Path | None, progress: Progress | None = None) -> Path:
