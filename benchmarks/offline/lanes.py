@@ -6,7 +6,7 @@ The program
 
 1. makes a random model with the widths of Qwen3-30B-A3B in ``--layers`` layers of ``--experts`` experts (or
    takes ``--model``), and one network namespace for each worker, linked to this one at ``--gbit`` Gbit/s in
-   each direction (tbf),
+   each direction (tbf); with ``--gbit 0`` the workers are on loopback, without namespaces and root,
 2. verifies that lanes give the tokens that are given without them,
 3. measures in turns, lanes on and off: several requests answered together, and one long prompt. The ceiling
    is what would be left if the shorter of host's and workers' time, as measured without lanes, were hidden
@@ -112,7 +112,11 @@ def command(*words: str) -> None:
 
 @contextmanager
 def linked_worker(number: int, gbit: float, token_file: Path) -> Iterator[str]:
-    """The address of a worker in a namespace of its own, behind a link of this speed."""
+    """The address of a worker: in a namespace of its own behind a link of this speed, on loopback for 0."""
+    if gbit == 0:
+        with _worker([], f"127.0.0.1:{7500 + number}", token_file) as address:
+            yield address
+        return
     space, here, there = f"{PREFIX}-{number}", f"dl{number}h", f"dl{number}w"
     network, rate = f"10.213.{number}", f"{round(1000 * gbit)}mbit"
     shape = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
@@ -125,20 +129,25 @@ def linked_worker(number: int, gbit: float, token_file: Path) -> Iterator[str]:
         command("ip", "-n", space, "link", "set", there, "up")
         command("tc", "qdisc", "add", "dev", here, *shape)
         command("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", there, *shape)
-        address = f"{network}.2:7411"
-        words = ["ip", "netns", "exec", space, sys.executable, "-m", "duckllm", "worker", "--listen", address]
-        options = ["--threads", "1", "--no-pin", "--token-file", str(token_file), "--json"]
-        worker = subprocess.Popen([*words, *options], stdout=subprocess.PIPE)
-        try:
-            assert worker.stdout is not None
-            if not worker.stdout.readline():
-                raise SystemExit(f"worker {number} does not start: nothing measured")
+        with _worker(["ip", "netns", "exec", space], f"{network}.2:7411", token_file) as address:
             yield address
-        finally:
-            worker.terminate()
-            worker.wait()
     finally:
         command("ip", "netns", "del", space)
+
+
+@contextmanager
+def _worker(prefix: list[str], address: str, token_file: Path) -> Iterator[str]:
+    words = [*prefix, sys.executable, "-m", "duckllm", "worker", "--listen", address]
+    options = ["--threads", "1", "--no-pin", "--speed", "0", "--token-file", str(token_file), "--json"]
+    worker = subprocess.Popen([*words, *options], stdout=subprocess.PIPE)
+    try:
+        assert worker.stdout is not None
+        if not worker.stdout.readline():
+            raise SystemExit(f"the worker at {address} does not start: nothing measured")
+        yield address
+    finally:
+        worker.terminate()
+        worker.wait()
 
 
 def batch(llm: LLM, requests: int, num_tokens: int) -> tuple[float, list[tuple[int, ...]], float]:
@@ -203,7 +212,8 @@ def main() -> None:
         token_file = folder / "token"
         token_file.touch(mode=0o600)
         token_file.write_text(secrets.token_hex(16))
-        print(f"{cpu_name()}, {available_cores()} cores; links of {arguments.gbit} Gbit/s")
+        links = f"links of {arguments.gbit} Gbit/s" if arguments.gbit else "loopback"
+        print(f"{cpu_name()}, {available_cores()} cores; {links}")
         print(
             f"{'workers':>7s} {'':>14s} {'off tok/s':>10s} {'on':>8s} {'x':>6s} {'ceiling x':>10s} "
             f"{'of it':>6s} {'auto':>8s}"
