@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from duckllm.cli.terminal import keys_unseen
+from duckllm.config import show_size
 from duckllm.weights.checkpoint import load_json
 from duckllm.weights.console import ConsoleProgress
 from duckllm.weights.convert import convert as convert_checkpoint
@@ -103,8 +104,8 @@ def describe(outcome: dict[str, object]) -> str:
     lines = [
         f"{outcome['folder']}: {outcome['architecture']}, "
         f"{outcome['format']} from {outcome['source_dtype']}{origin}, "
-        f"{outcome['moe_layers']} MoE layers{mtp}, {expert_bytes / 1e9:.3f} GB of experts, "
-        f"{host_bytes / 1e9:.3f} GB for the host, {outcome['seconds']} s{checked}",
+        f"{outcome['moe_layers']} MoE layers{mtp}, {show_size(expert_bytes)} of experts, "
+        f"{show_size(host_bytes)} for the host, {outcome['seconds']} s{checked}",
     ]
     if outcome["rms_relative_error"]:
         requantised = outcome["requantised"]

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from duckllm.cli.common import Waiting
-from duckllm.config import WEIGHT_FORMATS
+from duckllm.config import WEIGHT_FORMATS, show_size
 
 if TYPE_CHECKING:
     from duckllm.models.inspection import Inspection
 
 _NODES = (1, 2, 4, 8, 16, 32)
-_GB, _MB = 1e9, 1e6
 _KINDS = {
     "converted": "converted model",
     "checkpoint": "checkpoint",
@@ -116,7 +115,7 @@ def describe(facts: dict[str, Any]) -> str:
         f"hidden size {facts['hidden_size']}, experts {facts['moe_intermediate_size']} wide, "
         f"{facts['stripes']} stripes",
         f"context {facts['max_position_embeddings']} tokens, KV cache "
-        f"{facts['kv_cache_bytes_per_token'] / 1e3:.1f} kB a token",
+        f"{show_size(facts['kv_cache_bytes_per_token'])} a token",
         "",
         f"{'host':<24}{'weights':>12}{'stored':>12}{'in memory':>12}{'a token':>12}",
     ]
@@ -127,19 +126,18 @@ def describe(facts: dict[str, Any]) -> str:
     lines += [_row("together", total), ""]
     nodes = list(next(iter(facts["experts_by_format"].values()))["bytes_by_nodes"])
     lines.append(
-        f"{'experts, GB':<12}{'together':>10}{'a token':>10}   each of"
-        + "".join(f"{n:>8}" for n in nodes)
+        f"{'experts':<9}{'together':>12}{'a token':>12}   each of"
+        + "".join(f"{n:>12}" for n in nodes)
         + " nodes"
     )
     for name, sizes in facts["experts_by_format"].items():
-        each = "".join(f"{size / _GB:>8.2f}" for size in sizes["bytes_by_nodes"].values())
-        lines.append(
-            f"{name:<12}{sizes['bytes'] / _GB:>10.2f}{sizes['bytes_per_token'] / _GB:>10.2f}{'':>10}{each}"
-        )
+        each = "".join(f"{show_size(size):>12}" for size in sizes["bytes_by_nodes"].values())
+        together, a_token = show_size(sizes["bytes"]), show_size(sizes["bytes_per_token"])
+        lines.append(f"{name:<9}{together:>12}{a_token:>12}{'':>10}{each}")
     lines.append("What a node needs includes buffers and the process; duckllm plan holds it against nodes.")
     return "\n".join(lines)
 
 
 def _row(name: str, part: dict[str, int]) -> str:
     sizes = (part["stored_bytes"], part["loaded_bytes"], part["bytes_per_token"])
-    return f"{name:<24}{part['weights'] / 1e6:>10.1f} M" + "".join(f"{size / _MB:>9.1f} MB" for size in sizes)
+    return f"{name:<24}{part['weights'] / 1e6:>10.1f} M" + "".join(f"{show_size(size):>12}" for size in sizes)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from duckllm.cli.common import Waiting, parse_shares, parse_workers
-from duckllm.config import MAX_STEP_TOKENS, MAX_WORKERS, WEIGHT_FORMATS
+from duckllm.config import MAX_STEP_TOKENS, MAX_WORKERS, WEIGHT_FORMATS, show_size
 from duckllm.errors import ConfigError, PlacementError
 
 if TYPE_CHECKING:
@@ -308,16 +308,16 @@ def describe(facts: dict[str, Any], plan: ClusterPlan) -> str:
 
     count = len(plan.nodes)
     host = facts["host"]
-    have = "" if host["have_bytes"] is None else f"; it has {host['have_bytes'] / _GIB:.2f} GiB"
+    have = "" if host["have_bytes"] is None else f"; it has {show_size(host['have_bytes'])}"
     lines = [
-        f"{facts['model']}: experts in {facts['format']}, {facts['expert_bytes_per_token'] / 1e9:.2f} GB of "
+        f"{facts['model']}: experts in {facts['format']}, {show_size(facts['expert_bytes_per_token'])} of "
         f"them read for each token, over {count} {'node' if count == 1 else 'nodes'}; "
         "each node's system keeps 1 GiB of its memory",
         "",
         table_of(plan.nodes),
         "",
-        f"host: {host['need_bytes'] / _GIB:.2f} GiB: {host['weight_bytes'] / _GIB:.2f} GiB of weights, "
-        f"{host['kv_cache_bytes'] / _GIB:.2f} GiB of KV cache for {host['kv_cache_tokens']} tokens, "
+        f"host: {show_size(host['need_bytes'])}: {show_size(host['weight_bytes'])} of weights, "
+        f"{show_size(host['kv_cache_bytes'])} of KV cache for {host['kv_cache_tokens']} tokens, "
         "the process itself" + have,
         *_describe_speed(plan),
     ]
@@ -333,7 +333,7 @@ def _describe_speed(plan: ClusterPlan) -> list[str]:
     if plan.host_us is None:
         host = "without the host's own time, which --host-speed tells"
     else:
-        host = f"and the host's own weights, {plan.host_read_bytes / 1e9:.3f} GB, {plan.host_us:.1f} us"
+        host = f"and the host's own weights, {show_size(plan.host_read_bytes)}, {plan.host_us:.1f} us"
     return [
         f"at most {plan.ceiling_tokens_per_s:.1f} tokens a second of one answer: "
         f"{plan.num_moe_layers} layers of {plan.step_us:.1f} us{trip}, {host}"
