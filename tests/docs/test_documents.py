@@ -6,9 +6,12 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+
+from worker_harness import running_worker
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -117,17 +120,46 @@ def test_the_readmes_tree_is_the_tree() -> None:
     assert tree_of_readme() == actual - sources
 
 
-def test_python_code_of_the_readme_runs() -> None:
-    blocks = [
-        code for language, code in FENCE.findall((ROOT / "README.md").read_text()) if language == "python"
-    ]
+def run_python_of(document: str, folder: Path, changes: Mapping[str, str] | None = None) -> str:
+    """What a document's Python code prints, all of it run as one program in ``folder``."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    blocks = [code for language, code in FENCE.findall(text) if language == "python"]
     assert blocks
+    program = "\n".join(blocks)
+    for old, new in (changes or {}).items():
+        assert old in program
+        program = program.replace(old, new)
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", "\n".join(blocks)],
-        capture_output=True, text=True, timeout=250, check=False,
+        [sys.executable, "-W", "error", "-c", program],
+        cwd=folder, capture_output=True, text=True, timeout=250, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "small wild or domesticated web-footed broad-billed swimming bird" in done.stdout
+    return done.stdout
+
+
+def test_python_code_of_the_readme_runs(tmp_path: Path) -> None:
+    printed = run_python_of("README.md", tmp_path)
+    assert "small wild or domesticated web-footed broad-billed swimming bird" in printed
+    assert re.search(r"^What is a duck\? \d+ tokens cached$", printed, re.MULTILINE)
+
+
+def test_python_code_of_the_page_on_python_runs(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    with (
+        running_worker(tmp_path, token="secret") as first,
+        running_worker(tmp_path, token="secret") as second,
+    ):
+        found = {"10.0.0.11:7411": str(first.address), "10.0.0.12:7411": str(second.address)}
+        lines = run_python_of("docs/python.md", tmp_path, found).splitlines()
+    assert re.fullmatch(r"No, 1001 is not prime: 1001 = 7 x 11 x 13\. \(stop, \d+ tokens\)", lines[0])
+    assert "is_prime" in lines[1]
+    assert lines[2] in ("yes", "no")
+    begin = lines.index("No, 1001 is not prime: 1001 = 7 x 11 x 13.")  # behind a duck's and a swan's
+    assert any("web-footed broad-billed swimming bird" in line for line in lines[3:begin])
+    assert sorted(lines[begin + 1 : begin + 4]) == [f"conversation {n} has its reply" for n in range(3)]
+    assert lines[begin + 4] == "What is a duck?"
+    assert lines[begin + 5] == f"({str(first.address)!r}, {str(second.address)!r})"
+    assert any("web-footed broad-billed swimming bird" in line for line in lines[begin + 6 :])
 
 
 def test_the_example_runs() -> None:
