@@ -5,13 +5,18 @@ from __future__ import annotations
 import io
 import os
 import pty
+import sys
 import termios
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from duckllm.cli import terminal
+from duckllm.cli.common import tell
+from duckllm.cli.main import _report
 from duckllm.cli.terminal import ReplyWriter, WordWrap, terminal_width
+from duckllm.errors import DuckError
 
 
 def wrapped(pieces: list[str] | str, width: int) -> str:
@@ -97,3 +102,20 @@ def test_a_terminal_is_asked_for_its_width() -> None:
         assert terminal_width(out) == 80
     os.close(other)
     assert terminal_width(io.StringIO()) == 80
+
+
+def test_what_is_told_and_errors_break_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(terminal, "terminal_width", lambda out: 30)
+    for show in (
+        lambda: tell("a sentence of many words to tell"),
+        lambda: _report(DuckError("a sentence of many words to tell")),
+    ):
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        show()
+        assert sys.stderr.getvalue() == "duckllm: a sentence of many \nwords to tell\n"
+    assert terminal.wrapped("a sentence of many words, to a file", io.StringIO()).count("\n") == 0
+    assert terminal.wrapped("to nobody", None) == "to nobody"

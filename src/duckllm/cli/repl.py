@@ -22,6 +22,7 @@ from duckllm.cli.common import (
     describe_facts,
     describe_stats,
     describe_workers,
+    tell,
 )
 from duckllm.cli.terminal import ReplyWriter, keys_unseen, wrapped
 from duckllm.errors import ClusterError, PromptTooLongError, RequestError, WorkerLostError
@@ -101,7 +102,7 @@ class Repl:
                 try:
                     self._answer(text)
                 except ClusterError as error:
-                    print(f"duckllm: the conversation is over, because {error}", file=sys.stderr)
+                    tell(f"the conversation is over, because {error}")
                     return error.exit_code
 
     def _answer(self, text: str) -> None:

@@ -104,9 +104,9 @@ class ReplyWriter:
         self._out.flush()
 
 
-def wrapped(text: str, out: TextIO) -> str:
-    """``text``, broken between words where ``out`` is a terminal."""
-    if not out.isatty():
+def wrapped(text: str, out: TextIO | None) -> str:
+    """``text``, broken between words where ``out`` is a terminal; there may be none."""
+    if out is None or not out.isatty():
         return text
     wrap = WordWrap(lambda: terminal_width(out))
     return wrap.push(text) + wrap.flush()
