@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from duckllm.config import show_size
 from duckllm.engine.cache_size import DEFAULT_MAX_NUM_SEQS, GIB, HostMemory, host_needs, plan_host
 from duckllm.errors import ConfigError, InWords
 from duckllm.models.inspection import MTP, Inspection
@@ -220,6 +221,7 @@ def fewest_nodes(
     need = plan.nodes[0].need_bytes + SYSTEM_BYTES
     raise ConfigError(
         "memory",
-        InWords(f"{memory_bytes / GIB:.1f} GiB a node"),
-        f"at least {need / GIB:.1f} GiB, for one stripe of every expert on each of {model.num_stripes} nodes",
+        InWords(f"{show_size(memory_bytes)} a node"),
+        f"at least {show_size(need, up=True)}, for one stripe of every expert on each of "
+        f"{model.num_stripes} nodes",
     )

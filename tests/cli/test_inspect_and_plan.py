@@ -129,7 +129,7 @@ def test_plan_that_does_not_fit_shows_its_table_and_is_refused(demo_folder: Path
     assert isinstance(result.exception, ConfigError)
     assert "too little" in result.stdout
     assert (
-        "memory: got 0.02 GiB on 2 of 2 nodes (0, 1), expected at least 0.12 GiB there, or more nodes"
+        "memory: got 20.48 MiB on 2 of 2 nodes (0, 1), expected at least 119.73 MiB there, or more nodes"
         in str(result.exception)
     )
     assert "hold 0 of 8 stripes; a node that holds none must be left out" in str(result.exception)

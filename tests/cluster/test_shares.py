@@ -16,7 +16,7 @@ from duckllm.cluster import open_cluster
 from duckllm.cluster.connect import WorkerInfo
 from duckllm.config import ClusterConfig
 from duckllm.errors import ConfigError, PlacementError
-from duckllm.moe.fit import GIB, words_on_repeats
+from duckllm.moe.fit import words_on_repeats
 from duckllm.moe.placement import plan_workers
 from duckllm.sampling_params import SamplingParams
 from duckllm.weights.manifest import Manifest
@@ -25,6 +25,8 @@ from worker_harness import expected_sum, make_model, make_step, open_transport, 
 ANY_LAYER = 1 << 20
 PARAMS = SamplingParams(temperature=0, max_tokens=8)
 QUESTION = [{"role": "user", "content": "What is a swan?"}]
+
+GIB = 1 << 30
 
 
 @contextmanager

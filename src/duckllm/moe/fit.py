@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from duckllm.cluster.address import parse_address
 from duckllm.cluster.plan import WorkerPlan
+from duckllm.config import show_size
 from duckllm.errors import InWords, PlacementError
 from duckllm.moe.placement import Slice, plan_slices
 from duckllm.weights.formats import unit_bytes
@@ -21,7 +22,6 @@ from duckllm.worker.scratch import scratch_bytes
 if TYPE_CHECKING:
     from duckllm.cluster.connect import WorkerInfo
 
-GIB = 1 << 30
 # A worker before it has loaded anything: Python, NumPy, the native module.
 WORKER_PROCESS_BYTES = 50_000_000
 # Speeds that differ by less are one speed, measured twice.
@@ -266,7 +266,7 @@ def table_of(plans: Sequence[NodePlan]) -> str:
 def _cells(plan: NodePlan) -> str:
     memory = (plan.weight_bytes, plan.buffer_bytes, plan.need_bytes, plan.have_bytes)
     cells = f"{plan.num_stripes:>8}{100 * plan.share:>6.1f} %"
-    cells += "".join(f"{'-':>12}" if size is None else f"{size / GIB:>8.2f} GiB" for size in memory)
+    cells += "".join(f"{'-':>12}" if size is None else f"{show_size(size):>12}" for size in memory)
     speed = plan.node.gb_per_s
     cells += f"{'-':>12}" if speed is None else f"{speed:>7.1f} GB/s"
     cells += f"{plan.node.isa.partition('+')[0] or '-':>8}"
@@ -294,8 +294,8 @@ def check_fits(sizes: ExpertSizes, plans: Sequence[NodePlan]) -> None:
         hint += "; shares auto moves them to where they fit"
     raise PlacementError(
         "memory",
-        InWords(f"{have / GIB:.2f} GiB on {len(short)} of {len(plans)} nodes ({names})"),
-        f"at least {need / GIB:.2f} GiB there, or more nodes",
+        InWords(f"{show_size(have)} on {len(short)} of {len(plans)} nodes ({names})"),
+        f"at least {show_size(need, up=True)} there, or more nodes",
         hint,
         table=table_of(plans),
     )
