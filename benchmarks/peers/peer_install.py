@@ -1,6 +1,6 @@
 """Gets the other engines: pinned versions from the package index, into an environment of their own.
 
-Called by experts.py. Everything lies under ``$XDG_CACHE_HOME/duckllm-peers`` (``~/.cache`` without one), made
+Called by experts.py, and by ../transport/round_trip.py. Everything lies under ``$XDG_CACHE_HOME/duckllm-peers`` (``~/.cache`` without one), made
 at first use and kept; nothing is installed beside this package.
 """
 
@@ -54,7 +54,7 @@ class PeerEnvironment:
         if not self.python.exists():
             self._progress(f"making an environment for the peers in {self._folder}")
             venv.create(self._folder / "venv", with_pip=True)
-        self._pip_install(NUMPY)
+        self.install(NUMPY)
 
     def kt_kernel(self) -> Path:
         """The folder of kt-kernel's extension modules.
@@ -62,7 +62,7 @@ class PeerEnvironment:
         Raises:
             PeerUnavailable: There is no wheel for this machine.
         """
-        self._pip_install(KT_KERNEL)
+        self.install(KT_KERNEL)
         return next((self._folder / "venv" / "lib").glob("python*/site-packages")) / "kt_kernel"
 
     def llama_cpp(self, isa: str) -> Path:
@@ -76,7 +76,7 @@ class PeerEnvironment:
             return build / "src"
         cmake = shutil.which("cmake")
         if cmake is None:
-            self._pip_install("cmake")
+            self.install("cmake")
             cmake = str(self.python.with_name("cmake"))
         sources = self._llama_cpp_sources()
         self._progress(f"building ggml of {LLAMA_CPP} for {isa} (a minute or two)")
@@ -116,7 +116,12 @@ class PeerEnvironment:
         (sources / "complete").touch()
         return sources / inner
 
-    def _pip_install(self, requirement: str) -> None:
+    def install(self, requirement: str) -> None:
+        """Installs one pinned package, without what it depends on.
+
+        Raises:
+            PeerUnavailable: The index has none for this machine.
+        """
         done = self._folder / f"{requirement}.installed"
         if done.exists():
             return
