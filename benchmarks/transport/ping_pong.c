@@ -3,9 +3,11 @@
  *     ping_pong block|spin OUT_BYTES BACK_BYTES STEPS
  *
  * prints the nanoseconds of each step. round_trip.py compiles and calls it. */
+#define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
 #include <netinet/tcp.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -42,6 +44,20 @@ static void send_all(int fd, const char* in, size_t bytes) {
   }
 }
 
+/* The host's end keeps the first core that it may use, the worker's the second, where there is one. */
+static void keep_core(int number) {
+  cpu_set_t allowed, one;
+  CPU_ZERO(&one);
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) fail("sched_getaffinity");
+  number %= CPU_COUNT(&allowed);
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    if (!CPU_ISSET(core, &allowed) || number-- != 0) continue;
+    CPU_SET(core, &one);
+    break;
+  }
+  if (sched_setaffinity(0, sizeof one, &one) != 0) fail("sched_setaffinity");
+}
+
 static long long now_ns(void) {
   struct timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
@@ -65,6 +81,7 @@ int main(int argc, char** argv) {
   pid_t child = fork();
   if (child < 0) fail("fork");
   if (child == 0) {
+    keep_core(1);
     close(fd);
     fd = accept(listener, NULL, NULL);
     if (fd < 0) fail("accept");
@@ -74,6 +91,7 @@ int main(int argc, char** argv) {
       send_all(fd, buffer, back_bytes);
     }
   }
+  keep_core(0);
   for (long step = -warm_up; step < steps; ++step) {
     long long start = now_ns();
     send_all(fd, buffer, out_bytes);

@@ -45,6 +45,7 @@ from transport_sides import (
     WARM_UP,
     expert_settings,
     expert_units,
+    keep_core,
 )
 
 from duckllm import _native
@@ -94,13 +95,13 @@ def our_workers(count: int, spin_us: int) -> Iterator[Transport]:
     """A transport to workers in processes of their own."""
     connections, workers = [], []
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        for _ in range(count):
+        for number in range(count):
             connections.append(socket.create_connection(listener.getsockname()))
             theirs, _ = listener.accept()
             with theirs:
                 words = [sys.executable, str(HERE / "transport_sides.py"), "duckllm"]
                 fd = theirs.fileno()
-                workers.append(subprocess.Popen([*words, str(fd), str(spin_us)], pass_fds=[fd]))
+                workers.append(subprocess.Popen([*words, str(fd), str(spin_us), str(number + 1)], pass_fds=[fd]))
     transport = Transport(
         [Prepared(connection) for connection in connections],  # type: ignore[misc]
         HIDDEN_SIZE,
@@ -151,12 +152,15 @@ def our_samplers(transport: Transport, num_tokens: int) -> dict[str, Sampler]:
     def sampler(step: Callable[[], None]) -> Sampler:
         def sample_steps(count: int) -> list[float]:
             times = []
+            cores = os.sched_getaffinity(0)
+            keep_core(0)
             for number in range(-WARM_UP, count):
                 start = time.perf_counter_ns()
                 step()
                 passed_ns = time.perf_counter_ns() - start
                 if number >= 0:
                     times.append(passed_ns / 1000 - max(native.last_compute_us()))
+            os.sched_setaffinity(0, cores)
             return times
 
         return sample_steps

@@ -2,7 +2,7 @@
 
 Called by round_trip.py as a program, a peer's in an environment of its own; imports only what one end needs.
 
-    transport_sides.py duckllm FD SPIN_US
+    transport_sides.py duckllm FD SPIN_US CORE
     transport_sides.py gloo|zmq|mpi OUT_BYTES BACK_BYTES [worker ADDRESS]
 
 A peer's host end reads numbers of steps, one a line, and answers each with a JSON list of nanoseconds.
@@ -11,6 +11,7 @@ A peer's host end reads numbers of steps, one a line, and answers each with a JS
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,15 @@ from collections.abc import Callable
 from typing import Any
 
 HIDDEN_SIZE, LAYER, WARM_UP, MAX_STEP_TOKENS = 7168, 0, 20, 4
+
+
+def keep_core(number: int) -> None:
+    """Stays on one core: the host's end on the first, workers on the next ones, as if on machines of their own.
+
+    Where the system may choose it now puts both on one core, where waking costs little, and now does not.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[number % len(cores)]})
 
 
 def sample(step: Callable[[], None], count: int) -> list[int]:
@@ -85,6 +95,7 @@ def gloo(out_bytes: int, back_bytes: int, address: str | None) -> None:
     if address is None:
         address = tempfile.mktemp()
         start_worker("gloo", out_bytes, back_bytes, address)
+    keep_core(int(is_worker))
     dist.init_process_group("gloo", init_method=f"file://{address}", rank=int(is_worker), world_size=2)
     out, back = (torch.zeros(size, dtype=torch.uint8) for size in (out_bytes, back_bytes))
 
@@ -106,6 +117,7 @@ def zmq(out_bytes: int, back_bytes: int, address: str | None) -> None:
     context = zeromq.Context()
     out, back = bytes(out_bytes), bytes(back_bytes)
     if address is not None:
+        keep_core(1)
         socket = context.socket(zeromq.DEALER)
         socket.connect(address)
         socket.send(b"")
@@ -115,6 +127,7 @@ def zmq(out_bytes: int, back_bytes: int, address: str | None) -> None:
     socket = context.socket(zeromq.ROUTER)
     port = socket.bind_to_random_port("tcp://127.0.0.1")
     start_worker("zmq", out_bytes, back_bytes, f"tcp://127.0.0.1:{port}")
+    keep_core(0)
     name, _ = socket.recv_multipart()
 
     def step() -> None:
@@ -130,6 +143,7 @@ def mpi(out_bytes: int, back_bytes: int, address: str | None) -> None:
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
+    keep_core(world.Get_rank())
     out, back = bytearray(out_bytes), bytearray(back_bytes)
 
     def step() -> None:
@@ -152,6 +166,7 @@ def start_worker(peer: str, out_bytes: int, back_bytes: int, address: str) -> No
 if __name__ == "__main__":
     kind, first, second = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     if kind == "duckllm":
+        keep_core(int(sys.argv[4]))
         duckllm(first, second)
     else:
         {"gloo": gloo, "zmq": zmq, "mpi": mpi}[kind](first, second, sys.argv[5] if sys.argv[5:] else None)

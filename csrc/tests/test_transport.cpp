@@ -71,7 +71,7 @@ void serve(int fd, int worker, int steps) {
 // A transport whose workers are threads.
 struct Flock {
   explicit Flock(int count, uint32_t max_tokens, int steps = 1 << 30, int64_t timeout_ms = 20'000) {
-    std::vector<int> ours;
+    std::vector<Transport::Peer> ours;
     for (int worker = 0; worker < count; ++worker) {
       int pair[2];
       CHECK(::socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0);

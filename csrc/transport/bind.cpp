@@ -1,6 +1,7 @@
 // The transport for Python: arrays in, arrays out, the GIL released while bytes move.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -15,6 +16,8 @@ namespace {
 
 template <typename T>
 using Matrix = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+using Memory = std::shared_ptr<wire::SharedMemory>;  // none: the connection alone
 
 PyObject* transport_error_type = nullptr;
 
@@ -33,8 +36,8 @@ bool interrupted() {
 
 class PyTransport {
  public:
-  PyTransport(std::vector<int> sockets, const TransportConfig& config)
-      : config_(config), transport_(std::move(sockets), config) {}
+  PyTransport(std::vector<Transport::Peer> peers, const TransportConfig& config)
+      : config_(config), transport_(std::move(peers), config) {}
 
   uint64_t submit(uint32_t layer, Matrix<const float> x, Matrix<const int32_t> topk_ids,
                   Matrix<const float> topk_weights, uint16_t lane) {
@@ -101,7 +104,7 @@ void bind_transport(nb::module_& m) {
   nb::class_<PyTransport>(m, "Transport", "Steps to every worker, partial sums back, added in worker order.")
       .def(
           "__init__",
-          [](PyTransport* self, std::vector<int> sockets, uint32_t hidden_size, uint32_t top_k,
+          [](PyTransport* self, std::vector<int> sockets, std::vector<Memory> memories, uint32_t hidden_size, uint32_t top_k,
              uint32_t max_step_tokens, bool x_bf16, bool reply_bf16, int64_t step_timeout_ms,
              int64_t submit_timeout_ms, int spin_us) {
             TransportConfig config;
@@ -113,9 +116,15 @@ void bind_transport(nb::module_& m) {
             config.step_timeout_ms = step_timeout_ms;
             config.submit_timeout_ms = submit_timeout_ms;
             config.spin_us = spin_us;
-            new (self) PyTransport(std::move(sockets), config);
+            if (memories.empty()) memories.resize(sockets.size());
+            check_shape("memories", memories.size(), 1, sockets.size(), 1);
+            std::vector<Transport::Peer> peers;
+            for (size_t worker = 0; worker < sockets.size(); ++worker) {
+              peers.push_back({sockets[worker], std::move(memories[worker])});
+            }
+            new (self) PyTransport(std::move(peers), config);
           },
-          nb::arg("sockets"), nb::kw_only(), nb::arg("hidden_size"), nb::arg("top_k"),
+          nb::arg("sockets"), nb::kw_only(), nb::arg("memories") = std::vector<Memory>(), nb::arg("hidden_size"), nb::arg("top_k"),
           nb::arg("max_step_tokens"), nb::arg("x_bf16") = false, nb::arg("reply_bf16") = false,
           nb::arg("step_timeout_ms") = 30'000, nb::arg("submit_timeout_ms") = 400, nb::arg("spin_us") = 0)
       .def("submit", &PyTransport::submit, nb::arg("layer"), nb::arg("x").noconvert(),
@@ -139,8 +148,10 @@ void bind_transport(nb::module_& m) {
           nb::call_guard<nb::gil_scoped_release>(), "The workers that are lost, ascending.")
       .def(
           "replace",
-          [](PyTransport& self, size_t worker, int socket) { self.native().replace(worker, socket); },
-          nb::arg("worker"), nb::arg("socket"), nb::call_guard<nb::gil_scoped_release>(),
+          [](PyTransport& self, size_t worker, int socket, Memory memory) {
+            self.native().replace(worker, {socket, std::move(memory)});
+          },
+          nb::arg("worker"), nb::arg("socket"), nb::arg("memory") = nb::none(), nb::call_guard<nb::gil_scoped_release>(),
           "Gives a worker's place to another connection, and sends it what is in flight.")
       .def(
           "give_up", [](PyTransport& self) { self.native().give_up(); },

@@ -10,7 +10,7 @@
 
 #include "transport/transport.h"
 #include "wire/frame.h"
-#include "wire/socket_io.h"
+#include "wire/stream.h"
 
 namespace duck {
 
@@ -27,13 +27,16 @@ struct Transport::Step {
   size_t request_bytes = 0;                // of it; the vector may be larger
   wire::Deadline deadline = wire::kNever;  // of the answers, from the first wait on
   size_t missing = 0;
+  size_t num_added = 0;                    // workers, from the first on, whose sums are in the first one's
   std::vector<std::vector<float>> partial_sums;  // one a worker, [T, H]
   std::vector<uint8_t> arrived;                  // one a worker
   std::vector<uint32_t> compute_us;              // one a worker
 };
 
 struct Transport::Link {
-  int fd = -1;  // -1: lost
+  int fd = -1;          // -1: lost
+  wire::Stream stream;  // of fd
+  bool woken = false;   // out of the last sleep: there may be something to receive
   std::string lost_because;
   std::deque<std::shared_ptr<Step>> unsent;  // requests to send, of which the first may be half sent
   size_t sent_bytes = 0;                     // of the first
@@ -49,12 +52,22 @@ struct Transport::Link {
   size_t body_bytes = 0;
   size_t body_got_bytes = 0;
   std::vector<uint8_t> scratch;  // a bf16 body, or one to drop
+  // Bytes that came with a head and do not belong where they were put; received before those of the stream.
+  std::vector<uint8_t> misplaced;
+  size_t misplaced_taken = 0;
+
+  wire::IoResult receive(const wire::TwoRooms& rooms);
 
   void next_frame() {
     head_bytes = 0;
     head_wanted_bytes = kStepHeadBytes;
     in_body = false;
     step = nullptr;
+  }
+
+  void put_back(const uint8_t* bytes, size_t count) {
+    misplaced.assign(bytes, bytes + count);
+    misplaced_taken = 0;
   }
 };
 

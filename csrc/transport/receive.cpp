@@ -19,6 +19,11 @@ std::string expected_got(const std::string& field, uint64_t got, uint64_t expect
   return field + ": got " + std::to_string(got) + ", expected " + std::to_string(expected);
 }
 
+bool is_reply_to(const uint8_t* head, uint64_t sequence) {
+  const FrameHeader frame = wire::decode_frame_header(head);
+  return frame.type == FrameType::kStepReply && frame.sequence == sequence;
+}
+
 }  // namespace
 
 // Takes what has come from a worker, without waiting: all of it, or as far as its reply to `until`, so that a
@@ -33,17 +38,29 @@ void Transport::receive_from(size_t worker, const Step* until) {
       out = link.step != nullptr ? link.body + link.body_got_bytes : link.scratch.data();
       bytes = link.step != nullptr ? left : std::min(left, kDropChunkBytes);
     }
-    const IoResult result = wire::receive_some(link.fd, out, bytes);
+    wire::TwoRooms rooms{out, bytes, nullptr, 0};
+    // Along with a head comes the body of the reply that is due, put where it belongs.
+    Step* due = !link.in_body && link.head_wanted_bytes == kStepHeadBytes ? expected_from(worker) : nullptr;
+    if (due != nullptr) {
+      rooms.second = body_room(link, *due, worker);
+      rooms.second_bytes = body_bytes(*due);
+    }
+    const IoResult result = link.receive(rooms);
     if (result.state == IoState::kWouldWait) return;
     if (result.state == IoState::kEnded) return lose(worker, "it closed the connection");
     if (result.state == IoState::kFailed) {
       return lose(worker, "the connection failed: " + wire::error_text(result.error));
     }
-    (link.in_body ? link.body_got_bytes : link.head_bytes) += result.bytes;
+    const size_t first_bytes = std::min(result.bytes, bytes);
+    const size_t second_bytes = result.bytes - first_bytes;
+    (link.in_body ? link.body_got_bytes : link.head_bytes) += first_bytes;
     std::string reason;
     try {
-      while (advance(worker)) {
-      }
+      const bool in_place = second_bytes > 0 && is_reply_to(link.head, due->sequence);
+      if (second_bytes > 0 && !in_place) link.put_back(rooms.second, second_bytes);
+      bool further = advance(worker);
+      if (in_place) link.body_got_bytes += second_bytes;
+      while (further) further = advance(worker);
     } catch (const WireError& error) {
       reason = std::string("it sent a malformed frame: ") + error.what();
     } catch (const std::runtime_error& error) {
@@ -110,12 +127,37 @@ void Transport::begin_body(size_t worker) {
         static_cast<uint64_t>(config_.reply_type));
   check("STEP_REPLY payload bytes", kStepHeaderBytes + link.body_bytes,
         wire::step_reply_bytes(link.reply, config_.hidden_size));
-  if (config_.reply_type == ActivationType::kBf16) {
-    link.scratch.resize(std::max(link.scratch.size(), link.body_bytes));
-    link.body = link.scratch.data();
-  } else {
-    link.body = reinterpret_cast<uint8_t*>(step->partial_sums[worker].data());
+  link.body = body_room(link, *step, worker);
+}
+
+// The oldest step that a worker has not answered; it answers in order.
+Transport::Step* Transport::expected_from(size_t worker) const {
+  for (const auto& step : in_flight_) {
+    if (!step->arrived[worker]) return step.get();
   }
+  return nullptr;
+}
+
+uint8_t* Transport::body_room(Link& link, Step& step, size_t worker) const {
+  if (config_.reply_type == ActivationType::kF32) {
+    return reinterpret_cast<uint8_t*>(step.partial_sums[worker].data());
+  }
+  link.scratch.resize(std::max(link.scratch.size(), body_bytes(step)));
+  return link.scratch.data();
+}
+
+size_t Transport::body_bytes(const Step& step) const {
+  return size_t{step.num_tokens} * config_.hidden_size * wire::activation_bytes(config_.reply_type);
+}
+
+IoResult Transport::Link::receive(const wire::TwoRooms& rooms) {
+  if (misplaced_taken == misplaced.size()) {
+    return rooms.second_bytes > 0 ? stream.receive(rooms) : stream.receive(rooms.first, rooms.first_bytes);
+  }
+  const size_t count = std::min(rooms.first_bytes, misplaced.size() - misplaced_taken);
+  std::copy_n(misplaced.data() + misplaced_taken, count, rooms.first);
+  misplaced_taken += count;
+  return {IoState::kDone, count, 0};
 }
 
 void Transport::finish_body(Link& link, size_t worker) {

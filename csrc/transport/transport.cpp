@@ -29,12 +29,14 @@ void check_range(const char* field, uint64_t got, uint64_t most) {
 
 }  // namespace
 
-Transport::Transport(std::vector<int> sockets, const TransportConfig& config) : config_(config) {
-  for (const int fd : sockets) {
+Transport::Transport(std::vector<Peer> peers, const TransportConfig& config) : config_(config) {
+  for (Peer& peer : peers) {
     links_.push_back(std::make_unique<Link>());
-    links_.back()->fd = fd;
-    wire::set_connection_options(fd);
+    links_.back()->fd = peer.fd;
+    links_.back()->stream = wire::Stream(peer.fd, std::move(peer.memory));
+    wire::set_connection_options(peer.fd);
   }
+  entries_.resize(links_.size() * wire::Stream::kPollEntries);
   last_compute_us_.resize(links_.size());
   std::string problem;
   StepRequestHeader largest;
@@ -99,22 +101,45 @@ uint64_t Transport::submit(uint32_t layer, uint16_t lane, uint32_t num_tokens, u
 // Sends what is unsent until the deadline. Where buffers are full, a worker may itself be waiting for us to
 // take a reply, so both directions are served.
 void Transport::send_until(Deadline until) {
-  std::vector<pollfd> entries(links_.size());
   for (;;) {
     size_t unsent = 0;
     for (size_t worker = 0; worker < links_.size(); ++worker) {
       send_to(worker);
-      const Link& link = *links_[worker];
-      const bool pending = !link.unsent.empty();
-      entries[worker] = {pending ? link.fd : -1, POLLIN | POLLOUT, 0};
-      unsent += pending;
+      unsent += !links_[worker]->unsent.empty();
     }
     if (unsent == 0 || Clock::now() >= until) return;
-    if (::poll(entries.data(), entries.size(), wire::poll_timeout_ms(until)) <= 0) continue;
+    if (!sleep(nullptr, until)) continue;
     for (size_t worker = 0; worker < links_.size(); ++worker) {
-      if (entries[worker].fd >= 0 && entries[worker].revents & ~POLLOUT) receive_from(worker, nullptr);
+      if (links_[worker]->woken) receive_from(worker, nullptr);
     }
   }
+}
+
+// Sleeps until something may have come from a worker that has not answered the step, or one that has not been
+// sent everything takes more of it; `woken` says from whom. False when a signal came.
+bool Transport::sleep(const Step* step, Deadline until) {
+  bool ready = false;
+  for (size_t worker = 0; worker < links_.size(); ++worker) {
+    Link& link = *links_[worker];
+    pollfd* entries = &entries_[worker * wire::Stream::kPollEntries];
+    const bool unsent = !link.unsent.empty();
+    link.woken = false;
+    if (link.fd >= 0 && (unsent || (step != nullptr && !step->arrived[worker]))) {
+      link.woken = link.stream.announce_sleep(true, unsent, entries);
+      ready |= link.woken;
+    } else {
+      entries[0] = entries[1] = {-1, 0, 0};
+    }
+  }
+  const int count = ready ? 0 : ::poll(entries_.data(), entries_.size(), wire::poll_timeout_ms(until));
+  const bool signalled = count < 0 && errno == EINTR;
+  for (size_t worker = 0; worker < links_.size(); ++worker) {
+    pollfd* entries = &entries_[worker * wire::Stream::kPollEntries];
+    if (entries[0].fd < 0) continue;
+    if (count < 0) entries[0].revents = entries[1].revents = 0;
+    links_[worker]->woken |= links_[worker]->stream.end_sleep(entries);
+  }
+  return !signalled;
 }
 
 // Sends a worker as much as it takes without waiting.
@@ -123,7 +148,7 @@ void Transport::send_to(size_t worker) {
   while (!link.unsent.empty()) {
     const Step& step = *link.unsent.front();
     const IoResult result =
-        wire::send_some(link.fd, {step.request.data(), step.request_bytes, nullptr, 0}, link.sent_bytes);
+        link.stream.send({step.request.data(), step.request_bytes, nullptr, 0}, link.sent_bytes);
     if (result.state == IoState::kWouldWait) return;
     if (result.state == IoState::kFailed) {
       // A worker that refuses a step says why before it closes, and the send fails before that is read.
@@ -144,10 +169,6 @@ bool Transport::wait(uint64_t ticket, float* sum, const std::function<bool()>& i
 
   const size_t values = size_t{step->num_tokens} * config_.hidden_size;
   std::memcpy(sum, step->partial_sums[0].data(), 4 * values);
-  for (size_t worker = 1; worker < links_.size(); ++worker) {
-    const float* partial = step->partial_sums[worker].data();
-    for (size_t i = 0; i < values; ++i) sum[i] += partial[i];
-  }
   last_compute_us_ = step->compute_us;
   forget(ticket);
   return true;
@@ -169,7 +190,7 @@ Transport::Waited Transport::wait_until(Step& step, Deadline until,
                                         const std::function<bool()>& interrupted) {
   if (step.deadline == wire::kNever) step.deadline = wire::deadline_after_ms(config_.step_timeout_ms);
   const Deadline spin_until = Clock::now() + std::chrono::microseconds(config_.spin_us);
-  std::vector<pollfd> entries(links_.size());
+  for (auto& link : links_) link->woken = false;
   for (;;) {
     size_t late = links_.size();
     size_t lost = links_.size();
@@ -177,16 +198,13 @@ Transport::Waited Transport::wait_until(Step& step, Deadline until,
       const Link& link = *links_[worker];
       if (!step.arrived[worker]) {
         receive_from(worker, &step);
-      } else if (entries[worker].revents & ~POLLOUT) {
+      } else if (link.woken) {
         receive_from(worker, nullptr);
       }
       send_to(worker);
-      const bool unsent = !link.unsent.empty();
-      const bool missing = !step.arrived[worker];
-      entries[worker] = {missing || unsent ? link.fd : -1,
-                         static_cast<short>(unsent ? POLLIN | POLLOUT : POLLIN), 0};
-      if (missing) (link.fd >= 0 ? late : lost) = worker;
+      if (!step.arrived[worker]) (link.fd >= 0 ? late : lost) = worker;
     }
+    add_in_order(step);
     if (step.missing == 0) return Waited::kComplete;
     if (lost < links_.size()) throw TransportError(lost, step.layer, links_[lost]->lost_because);
     const Deadline now = Clock::now();
@@ -196,14 +214,20 @@ Transport::Waited Transport::wait_until(Step& step, Deadline until,
     }
     if (now >= until) return Waited::kTimedOut;
     if (now < spin_until) continue;
-    const int timeout_ms = wire::poll_timeout_ms(std::min(until, step.deadline));
-    const int ready = ::poll(entries.data(), entries.size(), timeout_ms);
-    if (ready < 0) {
-      for (pollfd& entry : entries) entry.revents = 0;
-      if (errno != EINTR || !interrupted || !interrupted()) continue;
-      forget(step.sequence);
-      return Waited::kInterrupted;
-    }
+    if (sleep(&step, std::min(until, step.deadline)) || !interrupted || !interrupted()) continue;
+    forget(step.sequence);
+    return Waited::kInterrupted;
+  }
+}
+
+// Adds the sums of workers that have answered to the first one's, as far as none before them is missing.
+void Transport::add_in_order(Step& step) const {
+  for (; step.num_added < links_.size() && step.arrived[step.num_added]; ++step.num_added) {
+    if (step.num_added == 0) continue;
+    float* sum = step.partial_sums[0].data();
+    const float* partial = step.partial_sums[step.num_added].data();
+    const size_t values = size_t{step.num_tokens} * config_.hidden_size;
+    for (size_t i = 0; i < values; ++i) sum[i] += partial[i];
   }
 }
 
@@ -223,6 +247,7 @@ std::shared_ptr<Transport::Step> Transport::new_step(uint32_t layer, uint16_t la
   step->num_tokens = num_tokens;
   step->deadline = wire::kNever;
   step->missing = links_.size();
+  step->num_added = 0;
   step->arrived.assign(links_.size(), 0);
   step->compute_us.assign(links_.size(), 0);
   const size_t values = size_t{num_tokens} * config_.hidden_size;
@@ -296,10 +321,10 @@ std::vector<size_t> Transport::lost() const {
   return lost;
 }
 
-void Transport::replace(size_t worker, int socket) {
+void Transport::replace(size_t worker, Peer peer) {
   const std::lock_guard lock(mutex_);
   if (closed_ || worker >= links_.size()) {
-    ::close(socket);
+    ::close(peer.fd);
     check_open();
     throw std::invalid_argument("worker: got " + std::to_string(worker) + ", expected one below " +
                                 std::to_string(links_.size()));
@@ -307,8 +332,9 @@ void Transport::replace(size_t worker, int socket) {
   receive_from(worker, nullptr);
   lose(worker, "another took its place");
   Link& link = *links_[worker];
-  link.fd = socket;
-  wire::set_connection_options(socket);
+  link.fd = peer.fd;
+  link.stream = wire::Stream(peer.fd, std::move(peer.memory));
+  wire::set_connection_options(peer.fd);
   for (const auto& step : in_flight_) {
     step->deadline = wire::kNever;
     if (!step->arrived[worker]) link.unsent.push_back(step);
@@ -321,10 +347,12 @@ void Transport::lose(size_t worker, const std::string& reason) {
   if (link.fd < 0) return;
   ::close(link.fd);
   link.fd = -1;
+  link.stream = {};
   link.lost_because = reason;
   link.unsent.clear();
   link.sent_bytes = 0;
   link.next_frame();
+  link.put_back(nullptr, 0);
 }
 
 void Transport::check_open() const {
@@ -338,7 +366,7 @@ void Transport::close() {
   wire::encode_frame_header({FrameType::kClose, 0, last_sequence_}, frame);
   for (auto& link : links_) {
     if (link->fd >= 0 && link->sent_bytes == 0) {
-      wire::send_some(link->fd, {frame, sizeof(frame), nullptr, 0}, 0);
+      link->stream.send({frame, sizeof(frame), nullptr, 0}, 0);
     }
   }
   close_sockets();

@@ -21,7 +21,7 @@
 
 #include "kernels/experts.h"
 #include "wire/frame.h"
-#include "wire/socket_io.h"
+#include "wire/stream.h"
 
 namespace duck {
 
@@ -54,8 +54,14 @@ class Transport {
   // More steps in flight than this: the oldest is forgotten, and its replies are dropped.
   static constexpr size_t kMaxTickets = 64;
 
+  // A worker's end of the wire: a socket, and the memory shared with it where there is any.
+  struct Peer {
+    int fd = -1;
+    std::shared_ptr<wire::SharedMemory> memory = nullptr;
+  };
+
   // Takes the sockets over (one a worker, in worker order) and closes them in the end.
-  Transport(std::vector<int> sockets, const TransportConfig& config);
+  Transport(std::vector<Peer> peers, const TransportConfig& config);
   ~Transport();
   Transport(const Transport&) = delete;
   Transport& operator=(const Transport&) = delete;
@@ -87,7 +93,7 @@ class Transport {
   // Gives a worker's place to another connection, takes the socket over, and sends it what is in flight and
   // not answered; these steps' time-outs begin anew. What the old connection had answered by now is used,
   // what comes later never arrives.
-  void replace(size_t worker, int socket);
+  void replace(size_t worker, Peer peer);
 
   // Gives every step in flight up.
   void give_up();
@@ -115,9 +121,14 @@ class Transport {
   void forget(uint64_t ticket);
   std::shared_ptr<Step> new_step(uint32_t layer, uint16_t lane, uint32_t num_tokens);
   Waited wait_until(Step& step, wire::Deadline until, const std::function<bool()>& interrupted);
+  bool sleep(const Step* step, wire::Deadline until);
+  void add_in_order(Step& step) const;
   void send_until(wire::Deadline until);
   void send_to(size_t worker);
   void receive_from(size_t worker, const Step* until);
+  Step* expected_from(size_t worker) const;
+  uint8_t* body_room(Link& link, Step& step, size_t worker) const;
+  size_t body_bytes(const Step& step) const;
   bool advance(size_t worker);
   void begin_body(size_t worker);
   void finish_body(Link& link, size_t worker);
@@ -128,6 +139,7 @@ class Transport {
   mutable std::mutex mutex_;  // one call at a time
   const TransportConfig config_;
   std::vector<std::unique_ptr<Link>> links_;
+  std::vector<pollfd> entries_;  // of sleep()
   std::vector<std::shared_ptr<Step>> in_flight_;  // oldest first
   std::vector<std::shared_ptr<Step>> spare_;
   std::vector<uint32_t> last_compute_us_;

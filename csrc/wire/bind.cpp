@@ -1,12 +1,15 @@
 // Python names of the wire codec, for the control phase and its tests.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
 #include <cstring>
+#include <memory>
 #include <tuple>
 
 #include "wire/frame.h"
+#include "wire/shared_memory.h"
 
 namespace nb = nanobind;
 
@@ -181,6 +184,20 @@ void bind_wire(nb::module_& m) {
                           nb::bytes(reinterpret_cast<const char*>(payload.nonce), kNonceBytes));
       },
       nb::arg("data"), "(has_token, nonce); raises WireError.");
+  m.attr("SHARED_MEMORY_BYTES") = SharedMemory::kBytes;
+  nb::class_<SharedMemory>(m, "SharedMemory",
+                           "One end of the memory that a host and a worker on its machine share.")
+      .def(
+          "__init__",
+          [](SharedMemory* self, bool is_host, int memory_fd, int my_bell_fd, int their_bell_fd) {
+            new (self) SharedMemory(is_host ? SharedMemory::End::kHost : SharedMemory::End::kWorker,
+                                    memory_fd, my_bell_fd, their_bell_fd);
+          },
+          nb::kw_only(), nb::arg("is_host"), nb::arg("memory_fd"), nb::arg("my_bell_fd"),
+          nb::arg("their_bell_fd"),
+          "Maps a memfd of SHARED_MEMORY_BYTES, sealed against shrinking; the bells are eventfds, of which "
+          "copies are kept. RuntimeError where it cannot be mapped, ValueError where it does not fit.")
+      .def("reset", &SharedMemory::reset, "Empties it. Only while neither end uses it.");
 }
 
 }  // namespace duck

@@ -4,6 +4,8 @@
 #include <bit>
 #include <cstring>
 
+#include "wire/bf16_rows.h"
+
 static_assert(std::endian::native == std::endian::little, "rows are sent from memory as they are");
 
 namespace duck::wire {
@@ -223,22 +225,17 @@ ShardHeader decode_shard_header(const uint8_t* in) {
   return {get<uint32_t>(in), get<uint32_t>(in + 4), get<uint64_t>(in + 8)};
 }
 
-void encode_bf16(const float* values, size_t count, uint8_t* out) {
-  for (size_t i = 0; i < count; ++i) {
-    const uint32_t bits = std::bit_cast<uint32_t>(values[i]);
-    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    const uint32_t rounded = is_nan ? bits | 0x00400000u : bits + 0x7fffu + ((bits >> 16) & 1u);
-    const auto half = static_cast<uint16_t>(rounded >> 16);
-    std::memcpy(out + 2 * i, &half, sizeof(half));
-  }
+namespace {
+
+const Bf16Rows& rows() {
+  static const Bf16Rows& fastest = bf16_rows(select_isa());
+  return fastest;
 }
 
-void decode_bf16(const uint8_t* in, size_t count, float* values) {
-  for (size_t i = 0; i < count; ++i) {
-    uint16_t half = 0;
-    std::memcpy(&half, in + 2 * i, sizeof(half));
-    values[i] = std::bit_cast<float>(uint32_t{half} << 16);
-  }
-}
+}  // namespace
+
+void encode_bf16(const float* values, size_t count, uint8_t* out) { rows().encode(values, count, out); }
+
+void decode_bf16(const uint8_t* in, size_t count, float* values) { rows().decode(in, count, values); }
 
 }  // namespace duck::wire

@@ -12,15 +12,33 @@
 
 namespace duck::wire {
 
-IoResult receive_some(int fd, uint8_t* out, size_t bytes) {
+namespace {
+
+// Of a recv() or recvmsg() that is called again after a signal.
+template <typename Call>
+IoResult received(Call call) {
   for (;;) {
-    const ssize_t got = ::recv(fd, out, bytes, MSG_DONTWAIT);
+    const ssize_t got = call();
     if (got > 0) return {IoState::kDone, static_cast<size_t>(got), 0};
     if (got == 0) return {IoState::kEnded, 0, 0};
     if (errno == EINTR) continue;
     if (errno == EAGAIN || errno == EWOULDBLOCK) return {IoState::kWouldWait, 0, 0};
     return {IoState::kFailed, 0, errno};
   }
+}
+
+}  // namespace
+
+IoResult receive_some(int fd, uint8_t* out, size_t bytes) {
+  return received([&] { return ::recv(fd, out, bytes, MSG_DONTWAIT); });
+}
+
+IoResult receive_some(int fd, const TwoRooms& rooms) {
+  iovec parts[2] = {{rooms.first, rooms.first_bytes}, {rooms.second, rooms.second_bytes}};
+  msghdr header{};
+  header.msg_iov = parts;
+  header.msg_iovlen = 2;
+  return received([&] { return ::recvmsg(fd, &header, MSG_DONTWAIT); });
 }
 
 IoResult send_some(int fd, const TwoParts& message, size_t sent_bytes) {

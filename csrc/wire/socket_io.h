@@ -33,6 +33,15 @@ struct IoResult {
 
 IoResult receive_some(int fd, uint8_t* out, size_t bytes);
 
+// Room in two parts, filled one after the other.
+struct TwoRooms {
+  uint8_t* first = nullptr;
+  size_t first_bytes = 0;
+  uint8_t* second = nullptr;
+  size_t second_bytes = 0;
+};
+IoResult receive_some(int fd, const TwoRooms& rooms);
+
 // A message in two parts, sent as one; sent_bytes counts over both.
 struct TwoParts {
   const uint8_t* first = nullptr;

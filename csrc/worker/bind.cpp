@@ -1,6 +1,7 @@
 // The worker's step loop for Python: weights stay memory-mapped arrays, the loop reads them in place.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
@@ -83,10 +84,10 @@ class StepServer {
     kept_.push_back(std::move(units));
   }
 
-  std::tuple<std::string, std::string, uint64_t> serve(int fd) {
+  std::tuple<std::string, std::string, uint64_t> serve(int fd, std::shared_ptr<wire::SharedMemory> memory) {
     std::optional<OnCore> on_core;
     if (pin_threads_) on_core.emplace(0);
-    const StepLoopEnd end = loop_.serve(fd);
+    const StepLoopEnd end = loop_.serve(fd, std::move(memory));
     return {end_reason_name(end.reason), end.message, end.steps_served};
   }
 
@@ -127,10 +128,10 @@ void bind_worker(nb::module_& m) {
       .def("add_layer", &StepServer::add_layer, nb::arg("layer"), nb::arg("units").noconvert(),
            "Takes the slice's units [E, S, unit_bytes] u8 of a layer, each unit contiguous; kept "
            "alive, not copied.")
-      .def("serve", &StepServer::serve, nb::arg("fd"), nb::call_guard<nb::gil_scoped_release>(),
+      .def("serve", &StepServer::serve, nb::arg("fd"), nb::arg("memory") = nb::none(), nb::call_guard<nb::gil_scoped_release>(),
            "Serves steps until the connection ends: (reason, message, steps_served), where reason is closed, "
            "lost, "
-           "malformed or timeout. Does not close fd.")
+           "malformed or timeout. Steps go through the memory if there is any. Does not close fd.")
       .def_prop_ro("isa", &StepServer::isa)
       .def_prop_ro("prefill", &StepServer::prefill, "f32, or the name of the bf16 multipliers.");
 }

@@ -16,6 +16,7 @@ using wire::IoResult;
 using wire::IoState;
 using wire::StepReplyHeader;
 using wire::StepRequestHeader;
+using wire::Stream;
 using wire::WireError;
 
 [[noreturn]] void refuse(const std::string& field, uint64_t got, const std::string& expected) {
@@ -27,16 +28,16 @@ void check_range(const char* field, uint64_t got, uint64_t most) {
 }
 
 // Best effort: a host that does not take its error frame within a second goes without.
-void send_error(int fd, const WireError& error) {
+void send_error(Stream& stream, const WireError& error) {
   const std::vector<uint8_t> frame = wire::encode_error_frame(error.code(), error.what());
   const wire::Deadline deadline = wire::deadline_after_ms(1000);
   const wire::TwoParts message{frame.data(), frame.size(), nullptr, 0};
   size_t sent = 0;
   while (sent < frame.size()) {
-    const IoResult result = wire::send_some(fd, message, sent);
+    const IoResult result = stream.send(message, sent);
     if (result.state == IoState::kFailed) return;
     sent += result.bytes;
-    if (result.state == IoState::kWouldWait && !wire::wait_for(fd, wire::Direction::kWrite, deadline)) return;
+    if (result.state == IoState::kWouldWait && !stream.wait(wire::Direction::kWrite, deadline)) return;
   }
 }
 
@@ -68,16 +69,17 @@ StepLoop::StepLoop(Experts& experts, const std::unordered_map<uint32_t, LayerUni
   sums_bf16_ = std::make_unique_for_overwrite<uint8_t[]>(2 * values);
 }
 
-StepLoopEnd StepLoop::serve(int fd) {
+StepLoopEnd StepLoop::serve(int fd, std::shared_ptr<wire::SharedMemory> memory) {
   StepLoopEnd end;
   wire::set_connection_options(fd);
+  Stream stream(fd, std::move(memory));
   received_bytes_ = 0;
   frame_deadline_ = wire::kNever;
   try {
-    while (serve_frame(fd, end)) {
+    while (serve_frame(stream, end)) {
     }
   } catch (const WireError& error) {
-    send_error(fd, error);
+    send_error(stream, error);
     end.reason = EndReason::kMalformed;
     end.message = error.what();
   }
@@ -85,8 +87,8 @@ StepLoopEnd StepLoop::serve(int fd) {
 }
 
 // Serves one frame; false when the session is over (end says why). Throws WireError for a malformed frame.
-bool StepLoop::serve_frame(int fd, StepLoopEnd& end) {
-  if (!fill(fd, wire::kFrameHeaderBytes, end)) return false;
+bool StepLoop::serve_frame(Stream& stream, StepLoopEnd& end) {
+  if (!fill(stream, wire::kFrameHeaderBytes, end)) return false;
   const FrameHeader frame = wire::decode_frame_header(received_.get());
   if (frame.type == FrameType::kClose) {
     end.reason = EndReason::kClosed;
@@ -98,10 +100,10 @@ bool StepLoop::serve_frame(int fd, StepLoopEnd& end) {
                                               wire::frame_type_name(frame.type) +
                                               ", expected STEP_REQUEST or CLOSE");
   }
-  if (!fill(fd, wire::kFrameHeaderBytes + wire::kStepHeaderBytes, end)) return false;
+  if (!fill(stream, wire::kFrameHeaderBytes + wire::kStepHeaderBytes, end)) return false;
   const StepRequestHeader request = check_request(frame);
   const size_t frame_bytes = wire::kFrameHeaderBytes + frame.payload_bytes;
-  if (!fill(fd, frame_bytes, end)) return false;
+  if (!fill(stream, frame_bytes, end)) return false;
 
   const size_t assignments = size_t{request.num_tokens} * request.top_k;
   const uint8_t* body = received_.get() + wire::kFrameHeaderBytes + wire::kStepHeaderBytes;
@@ -130,7 +132,7 @@ bool StepLoop::serve_frame(int fd, StepLoopEnd& end) {
   received_bytes_ -= frame_bytes;
   std::memmove(received_.get(), received_.get() + frame_bytes, received_bytes_);
   frame_deadline_ = received_bytes_ > 0 ? wire::deadline_after_ms(limits_.frame_timeout_ms) : wire::kNever;
-  if (!reply(fd, frame.sequence, header, end)) return false;
+  if (!reply(stream, frame.sequence, header, end)) return false;
   ++end.steps_served;
   return true;
 }
@@ -150,17 +152,24 @@ StepRequestHeader StepLoop::check_request(const FrameHeader& frame) {
 }
 
 // Reads until `bytes` bytes of the current frame are there; takes along whatever else has come.
-bool StepLoop::fill(int fd, size_t bytes, StepLoopEnd& end) {
+bool StepLoop::fill(Stream& stream, size_t bytes, StepLoopEnd& end) {
+  wire::Deadline spin_until = wire::kNever;
   while (received_bytes_ < bytes) {
     const IoResult result =
-        wire::receive_some(fd, received_.get() + received_bytes_, capacity_bytes_ - received_bytes_);
+        stream.receive(received_.get() + received_bytes_, capacity_bytes_ - received_bytes_);
     switch (result.state) {
       case IoState::kDone:
         if (received_bytes_ == 0) frame_deadline_ = wire::deadline_after_ms(limits_.frame_timeout_ms);
         received_bytes_ += result.bytes;
+        spin_until = wire::kNever;
         break;
       case IoState::kWouldWait:
-        if (!wait_readable(fd, end)) return false;
+        if (limits_.spin_us > 0) {
+          const wire::Deadline now = Clock::now();
+          if (spin_until == wire::kNever) spin_until = now + std::chrono::microseconds(limits_.spin_us);
+          if (now < spin_until) break;
+        }
+        if (!wait_readable(stream, end)) return false;
         break;
       case IoState::kEnded:
         end.reason = EndReason::kLost;
@@ -176,25 +185,18 @@ bool StepLoop::fill(int fd, size_t bytes, StepLoopEnd& end) {
   return true;
 }
 
-bool StepLoop::wait_readable(int fd, StepLoopEnd& end) {
-  if (limits_.spin_us > 0) {
-    // A look without sleeping: receive_some() is asked again by fill() as soon as poll() sees something.
-    const auto until = Clock::now() + std::chrono::microseconds(limits_.spin_us);
-    do {
-      if (wire::wait_for(fd, wire::Direction::kRead, Clock::now())) return true;
-    } while (Clock::now() < until);
-  }
-  if (wire::wait_for(fd, wire::Direction::kRead, frame_deadline_)) return true;
+bool StepLoop::wait_readable(Stream& stream, StepLoopEnd& end) {
+  if (stream.wait(wire::Direction::kRead, frame_deadline_)) return true;
   const WireError error(ErrorCode::kTimeout, "half a frame: got " + std::to_string(received_bytes_) +
                                                  " bytes, expected the rest within " +
                                                  std::to_string(limits_.frame_timeout_ms) + " ms");
-  send_error(fd, error);
+  send_error(stream, error);
   end.reason = EndReason::kTimeout;
   end.message = error.what();
   return false;
 }
 
-bool StepLoop::reply(int fd, uint64_t sequence, const StepReplyHeader& header, StepLoopEnd& end) {
+bool StepLoop::reply(Stream& stream, uint64_t sequence, const StepReplyHeader& header, StepLoopEnd& end) {
   uint8_t head[wire::kFrameHeaderBytes + wire::kStepHeaderBytes];
   const uint64_t payload_bytes = wire::step_reply_bytes(header, hidden_size_);
   wire::encode_frame_header({FrameType::kStepReply, static_cast<uint32_t>(payload_bytes), sequence}, head);
@@ -213,14 +215,14 @@ bool StepLoop::reply(int fd, uint64_t sequence, const StepReplyHeader& header, S
   const wire::Deadline deadline = wire::deadline_after_ms(limits_.send_timeout_ms);
   size_t sent = 0;
   while (sent < message.total_bytes()) {
-    const IoResult result = wire::send_some(fd, message, sent);
+    const IoResult result = stream.send(message, sent);
     if (result.state == IoState::kFailed) {
       end.reason = EndReason::kLost;
       end.message = "the connection failed: " + wire::error_text(result.error);
       return false;
     }
     sent += result.bytes;
-    if (result.state == IoState::kWouldWait && !wire::wait_for(fd, wire::Direction::kWrite, deadline)) {
+    if (result.state == IoState::kWouldWait && !stream.wait(wire::Direction::kWrite, deadline)) {
       end.reason = EndReason::kTimeout;
       end.message =
           "a reply: the host did not take it within " + std::to_string(limits_.send_timeout_ms) + " ms";

@@ -11,7 +11,7 @@
 
 #include "kernels/experts.h"
 #include "wire/frame.h"
-#include "wire/socket_io.h"
+#include "wire/stream.h"
 
 namespace duck {
 
@@ -47,16 +47,16 @@ class StepLoop {
   StepLoop(Experts& experts, const std::unordered_map<uint32_t, LayerUnits>& layers,
            const StepLoopLimits& limits);
 
-  // Serves a connected stream socket until it ends. Between frames it waits for ever (keepalive notices a
+  // Serves a connected stream socket, and the memory beside it if there is any, until it ends. Between frames it waits for ever (keepalive notices a
   // host that is gone); once a byte of a frame is there, the rest must come within frame_timeout_ms.
-  StepLoopEnd serve(int fd);
+  StepLoopEnd serve(int fd, std::shared_ptr<wire::SharedMemory> memory = nullptr);
 
  private:
-  bool fill(int fd, size_t bytes, StepLoopEnd& end);
-  bool wait_readable(int fd, StepLoopEnd& end);
-  bool serve_frame(int fd, StepLoopEnd& end);
+  bool fill(wire::Stream& stream, size_t bytes, StepLoopEnd& end);
+  bool wait_readable(wire::Stream& stream, StepLoopEnd& end);
+  bool serve_frame(wire::Stream& stream, StepLoopEnd& end);
   wire::StepRequestHeader check_request(const wire::FrameHeader& frame);
-  bool reply(int fd, uint64_t sequence, const wire::StepReplyHeader& header, StepLoopEnd& end);
+  bool reply(wire::Stream& stream, uint64_t sequence, const wire::StepReplyHeader& header, StepLoopEnd& end);
 
   Experts& experts_;
   const std::unordered_map<uint32_t, LayerUnits>& layers_;
