@@ -16,8 +16,8 @@ loopback. The program
 
 "ours" is the native transport, called once for submit and once for wait, as "python" is, which is what a
 model's layer calls (duckllm.transport.flock): the difference is the time of Python. Others run on the cores
-of a shared machine: repeat it, and believe the ratios before the figures. Where cores are short, spinning
-loses; it is measured because that is its ceiling.
+of a shared machine: repeat it, and believe the ratios before the figures. Spinning is left out where host and
+workers are more than the cores: there it takes milliseconds.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ from transport_sides import (
 from duckllm import _native
 from duckllm.bench.machine import commit, cpu_name
 from duckllm.cluster.address import Address
+from duckllm.cluster.shared_memory import SharedChannel
+from duckllm.config import available_cores
 from duckllm.transport.flock import Flock
 from duckllm.transport.transport import Transport
 
@@ -85,25 +87,37 @@ def message_bytes(num_tokens: int) -> tuple[int, int]:
 class Prepared:
     """What a transport takes of a connection."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, memory: _native.SharedMemory | None) -> None:
         self.address = Address("127.0.0.1", connection.getpeername()[1])
         self.detach_socket = connection.detach
+        self.memory = memory
 
 
 @contextmanager
-def our_workers(count: int, spin_us: int) -> Iterator[Transport]:
+def our_workers(count: int, spin_us: int, shares_memory: bool) -> Iterator[Transport]:
     """A transport to workers in processes of their own."""
-    connections, workers = [], []
+    connections: list[Prepared] = []
+    workers = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for number in range(count):
-            connections.append(socket.create_connection(listener.getsockname()))
+            shared = SharedChannel() if shares_memory else None
+            ours = socket.create_connection(listener.getsockname())
+            connections.append(Prepared(ours, None if shared is None else shared.host_end()))
             theirs, _ = listener.accept()
+            inherited = [theirs.fileno(), *([] if shared is None else shared.descriptors)]
             with theirs:
                 words = [sys.executable, str(HERE / "transport_sides.py"), "duckllm"]
-                fd = theirs.fileno()
-                workers.append(subprocess.Popen([*words, str(fd), str(spin_us), str(number + 1)], pass_fds=[fd]))
+                numbers = [inherited[0], spin_us, number + 1, *inherited[1:]]
+                words += [str(each) for each in numbers]
+                workers.append(subprocess.Popen(words, stdout=subprocess.PIPE, pass_fds=inherited))
+            if shared is not None:
+                shared.close()
+    for worker in workers:
+        assert worker.stdout is not None
+        if not worker.stdout.readline():
+            raise SystemExit("a worker did not start: nothing measured")
     transport = Transport(
-        [Prepared(connection) for connection in connections],  # type: ignore[misc]
+        connections,  # type: ignore[arg-type]
         HIDDEN_SIZE,
         1,
         max_step_tokens=MAX_STEP_TOKENS,
@@ -116,6 +130,7 @@ def our_workers(count: int, spin_us: int) -> Iterator[Transport]:
         transport.close()
         for worker in workers:
             worker.wait(10)
+            worker.stdout.close()
 
 
 def step_inputs(num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -301,9 +316,11 @@ def main() -> None:
         program = folder / "ping_pong"
         subprocess.run(["cc", "-O2", "-o", str(program), str(HERE / "ping_pong.c")], check=True)
         transports = {
-            f"{kind} {count}": stack.enter_context(our_workers(count, spin_us))
+            f"{kind} {way} {count}": stack.enter_context(our_workers(count, spin_us, way == "memory"))
             for kind, spin_us in (("block", 0), ("spin", arguments.spin_us))
+            for way in ("TCP", "memory")
             for count in (1, 2)
+            if kind == "block" or count < available_cores()
         }
         for num_tokens in arguments.tokens:
             sizes = message_bytes(num_tokens)

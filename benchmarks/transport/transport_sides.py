@@ -2,7 +2,7 @@
 
 Called by round_trip.py as a program, a peer's in an environment of its own; imports only what one end needs.
 
-    transport_sides.py duckllm FD SPIN_US CORE
+    transport_sides.py duckllm FD SPIN_US CORE [MEMORY BELL BELL]
     transport_sides.py gloo|zmq|mpi OUT_BYTES BACK_BYTES [worker ADDRESS]
 
 A peer's host end reads numbers of steps, one a line, and answers each with a JSON list of nanoseconds.
@@ -71,18 +71,25 @@ def expert_units() -> Any:
 
     num_scales = 3 * HIDDEN_SIZE // 128
     units = np.zeros((1, 1, unit_bytes(HIDDEN_SIZE, "fp8", "block")), np.uint8)
-    units[..., 4 * num_scales :] = np.random.default_rng(0).integers(0x20, 0x40, units.shape[2] - 4 * num_scales)
+    units[..., 4 * num_scales :] = np.random.default_rng(0).integers(
+        0x20, 0x40, units.shape[2] - 4 * num_scales
+    )
     units[..., : 4 * num_scales] = np.full(num_scales, 1 / 64, np.float32).view(np.uint8)
     return units
 
 
-def duckllm(descriptor: int, spin_us: int) -> None:
+def duckllm(descriptor: int, spin_us: int, shared: list[int]) -> None:
     """Our worker: the native step loop as worker processes run it."""
     from duckllm import _native
+    from duckllm.cluster.shared_memory import worker_end
 
     server = _native.StepServer(**expert_settings(), max_step_tokens=MAX_STEP_TOKENS, spin_us=spin_us)
     server.add_layer(LAYER, expert_units())
-    server.serve(descriptor)
+    memory = worker_end(shared) if shared else None
+    if memory is not None:
+        memory.reset()
+    print(flush=True)
+    server.serve(descriptor, memory)
 
 
 def gloo(out_bytes: int, back_bytes: int, address: str | None) -> None:
@@ -167,6 +174,6 @@ if __name__ == "__main__":
     kind, first, second = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     if kind == "duckllm":
         keep_core(int(sys.argv[4]))
-        duckllm(first, second)
+        duckllm(first, second, [int(word) for word in sys.argv[5:]])
     else:
         {"gloo": gloo, "zmq": zmq, "mpi": mpi}[kind](first, second, sys.argv[5] if sys.argv[5:] else None)

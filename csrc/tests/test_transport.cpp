@@ -75,7 +75,7 @@ struct Flock {
     for (int worker = 0; worker < count; ++worker) {
       int pair[2];
       CHECK(::socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0);
-      ours.push_back(pair[0]);
+      ours.push_back({pair[0]});
       threads.emplace_back(serve, pair[1], worker, steps);
     }
     TransportConfig config;
@@ -162,7 +162,7 @@ void put_in_place(Flock& flock, size_t worker, int steps = 1 << 30) {
   int pair[2];
   CHECK(::socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0);
   flock.threads.emplace_back(serve, pair[1], static_cast<int>(worker), steps);
-  flock.transport->replace(worker, pair[0]);
+  flock.transport->replace(worker, {pair[0]});
 }
 
 void a_worker_that_leaves() {
@@ -212,7 +212,7 @@ void late_answers() {
   Flock flock(2, 4);
   int pair[2];
   CHECK(::socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0);
-  flock.transport->replace(1, pair[0]);  // nobody serves it
+  flock.transport->replace(1, {pair[0]});  // nobody serves it
   const std::vector<float> x = random_rows(1, 9);
   std::vector<float> sum(x.size());
   std::vector<size_t> late;
@@ -231,10 +231,10 @@ void late_answers() {
     int next[2];
     CHECK(::socketpair(AF_UNIX, SOCK_STREAM, 0, next) == 0);
     if (in_time) {
-      flock.transport->replace(1, next[0]);
+      flock.transport->replace(1, {next[0]});
     } else {
       flock.threads.emplace_back(serve, next[1], 1, 1 << 30);
-      flock.transport->replace(1, next[0]);
+      flock.transport->replace(1, {next[0]});
       CHECK(!write_exactly(pair[1], reply));
     }
     CHECK(flock.transport->wait(ticket, sum.data()));

@@ -6,6 +6,7 @@
 #include <random>
 
 #include "tests/check.h"
+#include "wire/bf16_rows.h"
 #include "wire/frame.h"
 
 using namespace duck;
@@ -70,7 +71,7 @@ void any_bytes() {
   decode_random<kAuthPayloadBytes>([](const uint8_t* bytes) { decode_auth_payload(bytes); }, auth);
 }
 
-void bf16_rows() {
+void nearest_bf16() {
   std::minstd_rand random(1);
   for (int i = 0; i < 200000; ++i) {
     const uint32_t bits = static_cast<uint32_t>(random()) * 2654435761u;
@@ -93,11 +94,35 @@ void bf16_rows() {
   }
 }
 
+void every_isa_rounds_alike() {
+  std::minstd_rand random(2);
+  for (size_t count : {1, 7, 64, 1001}) {
+    std::vector<float> values(count);
+    for (float& value : values) {
+      const uint32_t bits = static_cast<uint32_t>(random()) * 2654435761u;
+      std::memcpy(&value, &bits, 4);
+    }
+    std::vector<uint8_t> expected(2 * count);
+    std::vector<float> back(count);
+    bf16_rows(Isa::kScalar).encode(values.data(), count, expected.data());
+    bf16_rows(Isa::kScalar).decode(expected.data(), count, back.data());
+    for (const Isa isa : available_isas()) {
+      std::vector<uint8_t> got(2 * count + 1);
+      std::vector<float> decoded(count);
+      bf16_rows(isa).encode(values.data(), count, got.data() + 1);  // where an odd address comes from
+      bf16_rows(isa).decode(got.data() + 1, count, decoded.data());
+      CHECK(std::memcmp(got.data() + 1, expected.data(), 2 * count) == 0);
+      CHECK(std::memcmp(decoded.data(), back.data(), 4 * count) == 0);
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
   round_trips();
   any_bytes();
-  bf16_rows();
+  nearest_bf16();
+  every_isa_rounds_alike();
   return duck::test::report();
 }

@@ -154,6 +154,9 @@ void bind_transport(nb::module_& m) {
           nb::arg("worker"), nb::arg("socket"), nb::arg("memory") = nb::none(), nb::call_guard<nb::gil_scoped_release>(),
           "Gives a worker's place to another connection, and sends it what is in flight.")
       .def(
+          "describe", [](PyTransport& self) { return self.native().describe(); },
+          nb::call_guard<nb::gil_scoped_release>(), "How each worker is spoken with, in words.")
+      .def(
           "give_up", [](PyTransport& self) { self.native().give_up(); },
           nb::call_guard<nb::gil_scoped_release>(), "Gives every step in flight up.")
       .def(

@@ -297,6 +297,13 @@ void Transport::give_up() {
   while (!in_flight_.empty()) forget(in_flight_.back()->sequence);
 }
 
+std::vector<std::string> Transport::describe() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::string> words;
+  for (const auto& link : links_) words.push_back(link->fd < 0 ? "lost" : link->stream.describe());
+  return words;
+}
+
 uint32_t Transport::ticket_tokens(uint64_t ticket) const {
   const std::lock_guard lock(mutex_);
   return find_or_throw(ticket)->num_tokens;

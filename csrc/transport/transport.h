@@ -98,6 +98,9 @@ class Transport {
   // Gives every step in flight up.
   void give_up();
 
+  // How each worker is spoken with, in words.
+  std::vector<std::string> describe() const;
+
   // Tokens of a ticket in flight; throws std::invalid_argument for any other.
   uint32_t ticket_tokens(uint64_t ticket) const;
 

@@ -61,9 +61,13 @@ bool wait_for(int fd, Direction direction, Deadline deadline);
 int poll_timeout_ms(Deadline deadline);
 
 // Small frames leave at once, and a peer whose machine is gone is noticed: keepalive after 5 s of silence,
-// five probes 1 s apart; data unacknowledged for 60 s ends the connection. Errors are ignored: a
-// descriptor that is no TCP socket (a socketpair) has nothing to set.
+// five probes 1 s apart; data unacknowledged for 60 s ends the connection; a lost packet is sent again soon.
+// Errors are ignored: a descriptor that is no TCP socket (a socketpair) has nothing to set, and some kernels
+// lack an option.
 void set_connection_options(int fd);
+
+// What of that is active, in words.
+std::string describe_connection(int fd);
 
 std::string error_text(int error);
 

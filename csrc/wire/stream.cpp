@@ -45,6 +45,10 @@ bool Stream::end_sleep(const pollfd* entries) {
   return entries[0].revents != 0 || entries[1].revents != 0;
 }
 
+std::string Stream::describe() const {
+  return memory_ != nullptr ? "shared memory" : describe_connection(fd_);
+}
+
 // Nothing is sent over a connection beside which there is memory: it is silent, or it has ended.
 void Stream::look_at_connection() {
   uint8_t byte = 0;

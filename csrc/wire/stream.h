@@ -5,6 +5,7 @@
 #include <poll.h>
 
 #include <memory>
+#include <string>
 #include <utility>
 
 #include "wire/shared_memory.h"
@@ -34,6 +35,9 @@ class Stream {
 
   // Waits for one stream: true when its next call has something to say, false when the deadline passed.
   bool wait(Direction direction, Deadline deadline);
+
+  // In words.
+  std::string describe() const;
 
  private:
   void look_at_connection();

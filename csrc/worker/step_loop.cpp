@@ -126,7 +126,7 @@ bool StepLoop::serve_frame(Stream& stream, StepLoopEnd& end) {
   } catch (const std::invalid_argument& error) {
     throw WireError(ErrorCode::kProtocol, error.what());
   }
-  const auto compute = std::chrono::duration_cast<std::chrono::microseconds>(Clock::now() - start).count();
+  const auto compute = std::chrono::round<std::chrono::microseconds>(Clock::now() - start).count();
   header.compute_us = static_cast<uint32_t>(std::min<int64_t>(compute, UINT32_MAX));
 
   received_bytes_ -= frame_bytes;

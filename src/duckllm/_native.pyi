@@ -665,6 +665,19 @@ def encode_auth_payload(has_token: bool, nonce: bytes) -> bytes:
 def decode_auth_payload(data: bytes) -> tuple[bool, bytes]:
     """(has_token, nonce); raises WireError."""
 
+SHARED_MEMORY_BYTES: int = 33558528
+
+class SharedMemory:
+    """One end of the memory that a host and a worker on its machine share."""
+
+    def __init__(self, *, is_host: bool, memory_fd: int, my_bell_fd: int, their_bell_fd: int) -> None:
+        """
+        Maps a memfd of SHARED_MEMORY_BYTES, sealed against shrinking; the bells are eventfds, of which copies are kept. RuntimeError where it cannot be mapped, ValueError where it does not fit.
+        """
+
+    def reset(self) -> None:
+        """Empties it. Only while neither end uses it."""
+
 class TransportError(RuntimeError):
     """
     A worker is lost; args are its index, the layer (or None) and the reason.
@@ -677,6 +690,7 @@ class Transport:
         self,
         sockets: Sequence[int],
         *,
+        memories: Sequence[SharedMemory] = [],
         hidden_size: int,
         top_k: int,
         max_step_tokens: int,
@@ -722,10 +736,13 @@ class Transport:
     def lost(self) -> list[int]:
         """The workers that are lost, ascending."""
 
-    def replace(self, worker: int, socket: int) -> None:
+    def replace(self, worker: int, socket: int, memory: SharedMemory | None = None) -> None:
         """
         Gives a worker's place to another connection, and sends it what is in flight.
         """
+
+    def describe(self) -> list[str]:
+        """How each worker is spoken with, in words."""
 
     def give_up(self) -> None:
         """Gives every step in flight up."""
@@ -772,9 +789,9 @@ class StepServer:
         Takes the slice's units [E, S, unit_bytes] u8 of a layer, each unit contiguous; kept alive, not copied.
         """
 
-    def serve(self, fd: int) -> tuple[str, str, int]:
+    def serve(self, fd: int, memory: SharedMemory | None = None) -> tuple[str, str, int]:
         """
-        Serves steps until the connection ends: (reason, message, steps_served), where reason is closed, lost, malformed or timeout. Does not close fd.
+        Serves steps until the connection ends: (reason, message, steps_served), where reason is closed, lost, malformed or timeout. Steps go through the memory if there is any. Does not close fd.
         """
 
     @property

@@ -55,6 +55,8 @@ class ClusterConfig:
             by their memory.
         share_folder: Whether workers may open the host's model folder by its path, where they find it; else
             they use their own, their node's cache, or what the host sends them.
+        shared_memory: Whether workers started here get their steps through memory shared with them, instead
+            of through their connection.
         spares: Workers that wait to take a lost one's place: so many more are started here, or the last of
             ``addresses``.
         connect_timeout_s: Limit for connecting and for each message before the first step, seconds.
@@ -80,6 +82,7 @@ class ClusterConfig:
     max_step_tokens: int = 256
     shares: str | tuple[float, ...] = "auto"
     share_folder: bool = True
+    shared_memory: bool = True
     spares: int = 0
     connect_timeout_s: float = 10.0
     prepare_timeout_s: float = 600.0
@@ -122,8 +125,9 @@ class ClusterConfig:
             value = getattr(self, field)
             if type(value) not in (int, float) or not 0 < value <= MAX_TIMEOUT_S:
                 raise ConfigError(field, value, f"a number above 0, at most {MAX_TIMEOUT_S}")
-        if not isinstance(self.share_folder, bool):
-            raise ConfigError("share_folder", self.share_folder, "True or False")
+        for field in ("share_folder", "shared_memory"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(field, getattr(self, field), "True or False")
         if not isinstance(self.cluster_token, str | None):
             raise ConfigError("cluster_token", type(self.cluster_token).__name__, "text, or None")
         if self.cluster_token is not None and not is_utf8(self.cluster_token):

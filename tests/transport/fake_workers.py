@@ -26,6 +26,7 @@ class FakeConnection:
     def __init__(self, port: int, connection: socket.socket) -> None:
         self.address = Address("127.0.0.1", port)
         self._connection = connection
+        self.memory = None
 
     def detach_socket(self) -> int:
         return self._connection.detach()

@@ -18,6 +18,7 @@ from duckllm.cluster.connect import Connection, PeerEnd, WorkerInfo
 from duckllm.cluster.fetch import FetchProgress, wait_all_ready
 from duckllm.cluster.liveness import find_silent
 from duckllm.cluster.plan import WorkerPlan
+from duckllm.cluster.shared_memory import SharedChannel
 from duckllm.config import ClusterConfig
 from duckllm.errors import ConfigError, ModelNotFoundError, WorkerUnavailableError
 
@@ -72,8 +73,9 @@ class Cluster(ABC):
         """
         assert not self._preparing
         try:
-            for address in self.addresses:
-                self._preparing.append(self._greet(address, self.config.connect_timeout_s))
+            for worker, address in enumerate(self.addresses):
+                timeout_s = self.config.connect_timeout_s
+                self._preparing.append(self._greet(address, timeout_s, self._shared(worker)))
         except BaseException:
             self._hang_up()
             raise
@@ -176,12 +178,23 @@ class Cluster(ABC):
             WorkerUnavailableError: Nobody is there; it will be tried again.
         """
 
-    def _greet(self, address: Address, timeout_s: float) -> Connection:
-        return Connection(address, self._token, timeout_s, self._session)
+    def _shared(self, worker: int) -> SharedChannel | None:
+        """The memory shared with a worker; None where there is none."""
+        return None
 
-    def _prepare(self, worker: int, address: Address, deadline: float, attempt_s: float) -> Connection:
+    def _greet(self, address: Address, timeout_s: float, shared: SharedChannel | None = None) -> Connection:
+        return Connection(address, self._token, timeout_s, self._session, shared)
+
+    def _prepare(
+        self,
+        worker: int,
+        address: Address,
+        deadline: float,
+        attempt_s: float,
+        shared: SharedChannel | None = None,
+    ) -> Connection:
         """A connection to that address, prepared with a worker's slice."""
-        connection = self._greet(address, attempt_s)
+        connection = self._greet(address, attempt_s, shared)
         try:
             connection.send_plan(self._plans[worker], share_folder=self.config.share_folder)
             left_s = max(deadline - time.monotonic(), attempt_s)

@@ -23,6 +23,7 @@ from duckllm.cluster.auth import authenticate_host
 from duckllm.cluster.fetch import wait_all_ready
 from duckllm.cluster.frames import ControlChannel, PeerClosedError
 from duckllm.cluster.plan import WorkerPlan
+from duckllm.cluster.shared_memory import SharedChannel
 from duckllm.errors import AuthenticationError, ProtocolError, WorkerUnavailableError, show_value
 
 T = TypeVar("T")
@@ -74,6 +75,10 @@ class Connection:
         token: The cluster token, or None.
         timeout_s: Limit for connecting and for each answer, seconds.
         session: Names the host's session, so that a worker lets go of an older connection of the same one.
+        shared: Memory that the worker's process inherited; None for steps through the connection.
+
+    Attributes:
+        memory: The host's end of it, where the worker takes its steps from there.
 
     Raises:
         WorkerUnavailableError: Nothing answers there, or not in time, or it is busy.
@@ -82,9 +87,17 @@ class Connection:
         ProtocolError: What answers is no worker, or breaks the protocol.
     """
 
-    def __init__(self, address: Address, token: str | None, timeout_s: float, session: str = "") -> None:
+    def __init__(
+        self,
+        address: Address,
+        token: str | None,
+        timeout_s: float,
+        session: str = "",
+        shared: SharedChannel | None = None,
+    ) -> None:
         self.address = address
-        self._timeout_s, self._session = timeout_s, session
+        self._timeout_s, self._session, self._shared = timeout_s, session, shared
+        self.memory: _native.SharedMemory | None = None
         self._socket = _open_socket(address, timeout_s)
         try:
             self.peer_end: PeerEnd = (self._socket.family, _peer_end(self._socket, address))
@@ -182,11 +195,14 @@ class Connection:
             "build": duckllm.__version__,
             "pid": os.getpid(),
             "session": self._session,
+            "shared_memory": self._shared is not None,
         }
         sent_s, start = time.time(), time.monotonic()
         self.channel.send_json(FrameType.HELLO, hello, deadline=deadline)
         answer = self.channel.receive_json(FrameType.HELLO, deadline=deadline)
         error_s = (time.monotonic() - start) / 2
+        if self._shared is not None and answer.get("shared_memory") is True:
+            self.memory = self._shared.host_end()
         peer = self.channel.peer
         worker_s = _number(answer, "unix_time_s", peer, MAX_UNIX_TIME_S)
         return WorkerInfo(

@@ -28,6 +28,7 @@ from duckllm.cluster.address import Address, parse_address
 from duckllm.cluster.base import Cluster
 from duckllm.cluster.connect import Connection
 from duckllm.cluster.frames import safe_text
+from duckllm.cluster.shared_memory import SharedChannel
 from duckllm.cluster.token import TOKEN_VARIABLE
 from duckllm.config import ClusterConfig, available_cores
 from duckllm.errors import ConfigError, WorkerUnavailableError
@@ -50,6 +51,7 @@ class Child:
     stderr: IO[bytes]
     address: Address | None = None
     is_unused: bool = True
+    shared: SharedChannel | None = None
 
     def last_words(self) -> str:
         """The end of what it wrote to its standard error, on one line."""
@@ -79,6 +81,7 @@ class Child:
                 continue
             break
         self.stderr.close()
+        self._close_shared()
 
     def kill(self) -> None:
         """Ends the process, stopped or not, and waits for its end. Harmless when repeated."""
@@ -88,6 +91,11 @@ class Child:
                     pipe.close()
         self.process.kill()
         self.process.wait()
+        self._close_shared()
+
+    def _close_shared(self) -> None:
+        if self.shared is not None:
+            self.shared.close()
 
 
 class LocalCluster(Cluster):
@@ -121,6 +129,9 @@ class LocalCluster(Cluster):
             child.is_unused = False
         super().__init__(config, addresses, token)
 
+    def _shared(self, worker: int) -> SharedChannel | None:
+        return self._children[worker].shared
+
     @property
     def num_here(self) -> int:
         """All of them."""
@@ -149,7 +160,8 @@ class LocalCluster(Cluster):
             child = self._spares.pop(0) if self._spares else _spawn(self.config, self._token)
             self._children[worker] = child
         address = wait_until_listening(child, f"local worker {worker}", deadline)
-        connection = self._prepare(worker, address, deadline, self.config.connect_timeout_s)
+        timeout_s = self.config.connect_timeout_s
+        connection = self._prepare(worker, address, deadline, timeout_s, child.shared)
         child.is_unused = False
         # The next spare starts while the step goes on; nobody waits for it.
         if len(self._spares) < self.config.spares:
@@ -181,8 +193,28 @@ def _spawn(config: ClusterConfig, token: str) -> Child:
         # They are all alike.
         *("--speed", "0"),
     ]
-    # A session of its own: Ctrl-C at the terminal stops the host's reply, not its workers.
-    return spawn_worker("a local worker", options, token, start_new_session=True)
+    shared = _shared_channel() if config.shared_memory else None
+    inherited = () if shared is None else shared.descriptors
+    if shared is not None:
+        options += ["--shared-memory", *(str(each) for each in inherited)]
+    try:
+        # A session of its own: Ctrl-C at the terminal stops the host's reply, not its workers.
+        child = spawn_worker("a local worker", options, token, start_new_session=True, pass_fds=inherited)
+    except WorkerUnavailableError:
+        if shared is not None:
+            shared.close()
+        raise
+    child.shared = shared
+    return child
+
+
+def _shared_channel() -> SharedChannel | None:
+    """Memory for a worker's steps; None where the system gives none, and its connection carries them."""
+    try:
+        return SharedChannel()
+    except OSError as error:
+        _log.warning("no shared memory for a local worker: %s", error.strerror)
+        return None
 
 
 def spawn_worker(name: str, options: Sequence[str], token: str, **how: Any) -> Child:

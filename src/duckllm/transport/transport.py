@@ -57,6 +57,7 @@ class Transport:
         self._closed = False
         self._native = _native.Transport(
             [connection.detach_socket() for connection in connections],
+            memories=[connection.memory for connection in connections],
             hidden_size=hidden_size,
             top_k=top_k,
             max_step_tokens=max_step_tokens,
@@ -152,8 +153,12 @@ class Transport:
         """
         address = str(connection.address)
         with self._typed_errors():
-            self._native.replace(worker, connection.detach_socket())
+            self._native.replace(worker, connection.detach_socket(), connection.memory)
         self._addresses[worker] = address
+
+    def describe(self) -> tuple[str, ...]:
+        """How each worker is spoken with, in worker order: shared memory, or TCP and what is set of it."""
+        return tuple(self._native.describe())
 
     def give_up(self) -> None:
         """Gives every step in flight up; replies to them are dropped."""

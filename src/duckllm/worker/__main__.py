@@ -52,6 +52,9 @@ def make_parser() -> argparse.ArgumentParser:
         parser.add_argument(
             f"--{name}-timeout-s", type=float, default=getattr(_DEFAULTS, f"{name}_timeout_s")
         )
+    parser.add_argument(
+        "--shared-memory", type=int, nargs=3, default=(), help="inherited descriptors of a host's memory"
+    )
     parser.add_argument("--exit-with-stdin", action="store_true", help="leave when standard input ends")
     parser.add_argument("--json", action="store_true", help="say where it listens as a JSON line")
     return parser
@@ -67,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if flags["cache_bytes"] is not None:
             flags["cache_bytes"] = parse_size("cache_bytes", flags["cache_bytes"])
+        flags["shared_memory"] = tuple(flags["shared_memory"])
         run_worker(WorkerConfig(token=read_token(token_file), **flags), json_output=json_output)
     except KeyboardInterrupt:  # before there are handlers for signals
         return 130

@@ -36,6 +36,8 @@ class WorkerConfig:
             machine, 0 says nothing of it to hosts.
         copy: Whether to copy the slice into memory of its own, in huge pages, instead of mapping the files.
         token: The cluster token, text that UTF-8 can hold; needed beyond loopback.
+        shared_memory: Inherited descriptors of memory that a host shares with this worker: the memory, the
+            host's bell, this worker's; empty for none.
         exit_with_stdin: Whether to leave when standard input ends.
         handshake_timeout_s: From accepting a connection to its complete plan, seconds.
         frame_timeout_s: From the first byte of a step request to its last, seconds.
@@ -58,6 +60,7 @@ class WorkerConfig:
     speed: float | None = None
     copy: bool = False
     token: str | None = None
+    shared_memory: tuple[int, ...] = ()
     exit_with_stdin: bool = False
     handshake_timeout_s: float = 10.0
     frame_timeout_s: float = 30.0

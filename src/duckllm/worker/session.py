@@ -19,6 +19,7 @@ from duckllm._native import ErrorCode, FrameType
 from duckllm.cluster.auth import authenticate_worker
 from duckllm.cluster.frames import ControlChannel, PeerClosedError, error_code, safe_text
 from duckllm.cluster.plan import WorkerPlan
+from duckllm.cluster.shared_memory import worker_end
 from duckllm.errors import DuckError, ProtocolError, WorkerUnavailableError
 from duckllm.prefill import check_prefill, select_isa
 from duckllm.weights.choice import ExpertSlice, FormatChoice, load_units
@@ -62,6 +63,7 @@ class Sessions:
         self._visit: tuple[str, socket.socket] | None = (
             None  # session and connection of the host that is served
         )
+        self._memory = worker_end(config.shared_memory) if config.shared_memory else None
         self._stopping = threading.Event()
         self._prepared: tuple[object, _Experts] | None = None
 
@@ -73,13 +75,13 @@ class Sessions:
         """Serves one connection to its end; never raises. Does not close it."""
         channel = ControlChannel(connection, us="this worker", peer="the host", hears_errors=False)
         try:
-            plan, session = self._receive_plan(channel)
+            plan, session, shares_memory = self._receive_plan(channel)
             self._end_older_visit(session)
             if not self._active.acquire(timeout=BUSY_GRACE_S):
                 raise WorkerUnavailableError("busy: this worker serves another host")
             try:
                 self._visit = session, connection
-                self._serve_plan(channel, plan, peer)
+                self._serve_plan(channel, plan, peer, shares_memory)
             finally:
                 self._visit = None
                 self._active.release()
@@ -106,35 +108,41 @@ class Sessions:
             with contextlib.suppress(OSError):  # it has ended by itself
                 visit[1].shutdown(socket.SHUT_RDWR)
 
-    def _receive_plan(self, channel: ControlChannel) -> tuple[WorkerPlan, str]:
+    def _receive_plan(self, channel: ControlChannel) -> tuple[WorkerPlan, str, bool]:
         limit_s = self._config.handshake_timeout_s
         try:
             return self._handshake(channel, time.monotonic() + limit_s)
         except TimeoutError:
             raise TimeoutError(f"handshake: got no complete plan within {limit_s:g} s") from None
 
-    def _handshake(self, channel: ControlChannel, deadline: float) -> tuple[WorkerPlan, str]:
-        """The plan, and the name of the host's session."""
+    def _handshake(self, channel: ControlChannel, deadline: float) -> tuple[WorkerPlan, str, bool]:
+        """The plan, the name of the host's session, and whether its steps come through shared memory."""
         try:
             authenticate_worker(channel, self._config.token, deadline=deadline)
-            session = channel.receive_json(FrameType.HELLO, deadline=deadline).get("session", "")
+            theirs = channel.receive_json(FrameType.HELLO, deadline=deadline)
         except PeerClosedError as error:
             raise _OnlyAskedError from error
+        session = str(theirs.get("session", ""))
+        shares_memory = self._memory is not None and theirs.get("shared_memory") is True
         hello = hello_facts(self._config, self.instructions, self.read_gb_per_s)
+        hello["shared_memory"] = shares_memory
         channel.send_json(FrameType.HELLO, hello, deadline=deadline)
         while True:
             kind, payload = channel.receive_one_of((FrameType.PREPARE, FrameType.PING), deadline=deadline)
             if kind == FrameType.PREPARE:
-                return WorkerPlan.from_json(channel.parse_json(kind, payload)), str(session)
+                return WorkerPlan.from_json(channel.parse_json(kind, payload)), session, shares_memory
             channel.send(FrameType.PING, payload, deadline=deadline)
 
-    def _serve_plan(self, channel: ControlChannel, plan: WorkerPlan, peer: str) -> None:
+    def _serve_plan(self, channel: ControlChannel, plan: WorkerPlan, peer: str, shares_memory: bool) -> None:
         experts, verified_stripes, fetched_bytes = self._prepare(plan, channel)
         ready = {
             "verified_stripes": verified_stripes,
             "fetched_bytes": fetched_bytes,
             "weight_format": experts.choice.format,
         }
+        memory = self._memory if shares_memory else None
+        if memory is not None:
+            memory.reset()  # of what an earlier visit left; this host writes once it has READY
         channel.send_json(FrameType.READY, ready, deadline=time.monotonic() + READY_TIMEOUT_S)
         fetched = f", {fetched_bytes:,} bytes fetched from the host now" if fetched_bytes else ""
         self._log(
@@ -142,7 +150,7 @@ class Sessions:
             f"from {plan.first_stripe} on, {verified_stripes} verified now, {experts.choice.reason}, "
             f"{experts.memory}{fetched}"
         )
-        reason, message, steps = experts.server.serve(channel.connection.fileno())
+        reason, message, steps = experts.server.serve(channel.connection.fileno(), memory)
         self._log(f"{peer}: {reason} after {steps} steps: {message}")
 
     def _prepare(self, plan: WorkerPlan, channel: ControlChannel) -> tuple[_Experts, int, int]:
