@@ -1,7 +1,8 @@
 """Gets the other engines: pinned versions from the package index, into an environment of their own.
 
-Called by experts.py, and by ../transport/round_trip.py. Everything lies under ``$XDG_CACHE_HOME/duckllm-peers`` (``~/.cache`` without one), made
-at first use and kept; nothing is installed beside this package.
+Called by experts.py, and by ../transport/round_trip.py. Everything lies under
+``$XDG_CACHE_HOME/duckllm-peers`` (``~/.cache`` without one), made at first use and kept; nothing is installed
+beside this package.
 """
 
 from __future__ import annotations

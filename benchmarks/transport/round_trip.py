@@ -1,7 +1,7 @@
 """A step's round trip without compute: our transport beside a bare ping-pong in C, gloo, ZeroMQ and MPI.
 
-    python benchmarks/transport/round_trip.py [--tokens 1 4] [--rounds 15] [--steps 300] [--peers gloo zmq mpi]
-                                              [--spin-us 2000] [--json FILE]
+    python benchmarks/transport/round_trip.py [--tokens 1 4] [--rounds 15] [--steps 300] [--spin-us 2000]
+                                              [--peers gloo zmq mpi] [--json FILE]
 
 A step sends x of 7168 bf16 numbers a token and gets as many in f32 back: 14 KiB out, 28 KiB back, over
 loopback. The program
@@ -12,7 +12,8 @@ loopback. The program
 3. starts workers of ours, the native step loop on the smallest expert there is, verifies that their sums are
    the native experts' bits, and measures all in turns, ``--steps`` steps each in ``--rounds`` rounds. What
    the worker computes is taken from each step's time by its own clock, in whole microseconds,
-4. prints the median and the 99th percentile of each, its ratio to the C of its kind, and one JSON line.
+4. prints the median and the 99th percentile of each, its ratio to the C of its kind (MPI spins), and one
+   JSON line.
 
 "ours" is the native transport, called once for submit and once for wait, as "python" is, which is what a
 model's layer calls (duckllm.transport.flock): the difference is the time of Python. Others run on the cores
@@ -134,7 +135,7 @@ def our_workers(count: int, spin_us: int, shares_memory: bool) -> Iterator[Trans
 
 
 def step_inputs(num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x that bf16 holds exactly, expert 0, and weights."""
+    """Rows that bf16 holds exactly, expert 0, and weights."""
     x = np.random.default_rng(num_tokens).integers(-8, 9, (num_tokens, HIDDEN_SIZE)).astype(np.float32)
     return x, np.zeros((num_tokens, 1), np.int32), np.full((num_tokens, 1), 0.5, np.float32)
 
@@ -299,7 +300,7 @@ def report(times: dict[str, list[float]], num_tokens: int) -> dict[str, dict[str
     """Prints a table; the figures for programs."""
     figures = {}
     for name, values in times.items():
-        kind = "C spin" if "spin" in name else "C block"
+        kind = "C spin" if "spin" in name or "mpi" in name else "C block"
         p50, p99 = statistics.median(values), statistics.quantiles(values, n=100)[98]
         ratio = p50 / statistics.median(times[kind])
         print(f"{num_tokens} token {name:24s} p50 {p50:8.1f} us  p99 {p99:9.1f}  {ratio:6.2f} x {kind}")

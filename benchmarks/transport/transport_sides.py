@@ -23,7 +23,7 @@ HIDDEN_SIZE, LAYER, WARM_UP, MAX_STEP_TOKENS = 7168, 0, 20, 4
 
 
 def keep_core(number: int) -> None:
-    """Stays on one core: the host's end on the first, workers on the next ones, as if on machines of their own.
+    """Stays on one core: the host's end on the first, workers on the next ones, as if on other machines.
 
     Where the system may choose it now puts both on one core, where waking costs little, and now does not.
     """
@@ -93,7 +93,7 @@ def duckllm(descriptor: int, spin_us: int, shared: list[int]) -> None:
 
 
 def gloo(out_bytes: int, back_bytes: int, address: str | None) -> None:
-    """send and recv of torch.distributed, its fastest way here: a broadcast and a reduction take longer."""
+    """The calls send and recv of torch.distributed; a broadcast and a reduction take longer."""
     import torch
     import torch.distributed as dist
 

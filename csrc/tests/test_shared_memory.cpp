@@ -1,13 +1,10 @@
 // The rings that a host and a worker share: every byte in order, whatever is full, empty or asleep; an end
 // after the last byte; and nothing read outside the memory, whatever the other end writes into its head.
-#include "wire/shared_memory.h"
-
+#include <fcntl.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
-
-#include <fcntl.h>
 
 #include <cerrno>
 #include <cstring>
@@ -18,6 +15,7 @@
 #include <vector>
 
 #include "tests/check.h"
+#include "wire/shared_memory.h"
 #include "wire/stream.h"
 
 using namespace duck;
@@ -139,7 +137,8 @@ void positions_that_make_no_sense() {
   std::minstd_rand random(3);
   std::vector<uint8_t> room(SharedMemory::kRingBytes);
   for (int round = 0; round < 300; ++round) {
-    for (size_t i = 0; i < SharedMemory::kHeadBytes; ++i) head[i] = round % 2 ? static_cast<uint8_t>(random()) : 0;
+    for (size_t i = 0; i < SharedMemory::kHeadBytes; ++i)
+      head[i] = round % 2 ? static_cast<uint8_t>(random()) : 0;
     const uint64_t few = random() % 4;
     if (round % 2 == 0) std::memcpy(head + 256 * (round / 2 % 2) + 64 * (round / 4 % 2), &few, 8);
     const IoResult in = host.receive(room.data(), 1000);

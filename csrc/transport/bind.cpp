@@ -1,10 +1,12 @@
 // The transport for Python: arrays in, arrays out, the GIL released while bytes move.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <string_view>
 
 #include "transport/transport.h"
@@ -104,9 +106,9 @@ void bind_transport(nb::module_& m) {
   nb::class_<PyTransport>(m, "Transport", "Steps to every worker, partial sums back, added in worker order.")
       .def(
           "__init__",
-          [](PyTransport* self, std::vector<int> sockets, std::vector<Memory> memories, uint32_t hidden_size, uint32_t top_k,
-             uint32_t max_step_tokens, bool x_bf16, bool reply_bf16, int64_t step_timeout_ms,
-             int64_t submit_timeout_ms, int spin_us) {
+          [](PyTransport* self, std::vector<int> sockets, std::vector<std::optional<Memory>> memories,
+             uint32_t hidden_size, uint32_t top_k, uint32_t max_step_tokens, bool x_bf16, bool reply_bf16,
+             int64_t step_timeout_ms, int64_t submit_timeout_ms, int spin_us) {
             TransportConfig config;
             config.hidden_size = hidden_size;
             config.top_k = top_k;
@@ -120,13 +122,14 @@ void bind_transport(nb::module_& m) {
             check_shape("memories", memories.size(), 1, sockets.size(), 1);
             std::vector<Transport::Peer> peers;
             for (size_t worker = 0; worker < sockets.size(); ++worker) {
-              peers.push_back({sockets[worker], std::move(memories[worker])});
+              peers.push_back({sockets[worker], memories[worker].value_or(nullptr)});
             }
             new (self) PyTransport(std::move(peers), config);
           },
-          nb::arg("sockets"), nb::kw_only(), nb::arg("memories") = std::vector<Memory>(), nb::arg("hidden_size"), nb::arg("top_k"),
-          nb::arg("max_step_tokens"), nb::arg("x_bf16") = false, nb::arg("reply_bf16") = false,
-          nb::arg("step_timeout_ms") = 30'000, nb::arg("submit_timeout_ms") = 400, nb::arg("spin_us") = 0)
+          nb::arg("sockets"), nb::kw_only(), nb::arg("memories") = std::vector<std::optional<Memory>>(),
+          nb::arg("hidden_size"), nb::arg("top_k"), nb::arg("max_step_tokens"), nb::arg("x_bf16") = false,
+          nb::arg("reply_bf16") = false, nb::arg("step_timeout_ms") = 30'000,
+          nb::arg("submit_timeout_ms") = 400, nb::arg("spin_us") = 0)
       .def("submit", &PyTransport::submit, nb::arg("layer"), nb::arg("x").noconvert(),
            nb::arg("topk_ids").noconvert(), nb::arg("topk_weights").noconvert(), nb::arg("lane") = 0,
            "Sends x [T, H] f32, topk_ids [T, K] i32, topk_weights [T, K] f32 to every worker that is not "
@@ -151,7 +154,8 @@ void bind_transport(nb::module_& m) {
           [](PyTransport& self, size_t worker, int socket, Memory memory) {
             self.native().replace(worker, {socket, std::move(memory)});
           },
-          nb::arg("worker"), nb::arg("socket"), nb::arg("memory") = nb::none(), nb::call_guard<nb::gil_scoped_release>(),
+          nb::arg("worker"), nb::arg("socket"), nb::arg("memory") = nb::none(),
+          nb::call_guard<nb::gil_scoped_release>(),
           "Gives a worker's place to another connection, and sends it what is in flight.")
       .def(
           "describe", [](PyTransport& self) { return self.native().describe(); },

@@ -27,7 +27,7 @@ struct Transport::Step {
   size_t request_bytes = 0;                // of it; the vector may be larger
   wire::Deadline deadline = wire::kNever;  // of the answers, from the first wait on
   size_t missing = 0;
-  size_t num_added = 0;                    // workers, from the first on, whose sums are in the first one's
+  size_t num_added = 0;  // workers, from the first on, whose sums are in the first one's
   std::vector<std::vector<float>> partial_sums;  // one a worker, [T, H]
   std::vector<uint8_t> arrived;                  // one a worker
   std::vector<uint32_t> compute_us;              // one a worker

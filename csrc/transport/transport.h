@@ -142,7 +142,7 @@ class Transport {
   mutable std::mutex mutex_;  // one call at a time
   const TransportConfig config_;
   std::vector<std::unique_ptr<Link>> links_;
-  std::vector<pollfd> entries_;  // of sleep()
+  std::vector<pollfd> entries_;                   // of sleep()
   std::vector<std::shared_ptr<Step>> in_flight_;  // oldest first
   std::vector<std::shared_ptr<Step>> spare_;
   std::vector<uint32_t> last_compute_us_;

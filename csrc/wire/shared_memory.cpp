@@ -22,9 +22,9 @@ namespace duck::wire {
 struct SharedMemory::Ring {
   alignas(64) std::atomic<uint64_t> written;  // the writer's
   std::atomic<uint64_t> base;
-  alignas(64) std::atomic<uint64_t> read;             // the reader's
-  alignas(64) std::atomic<uint32_t> reader_sleeps;    // 1: whoever writes rings the reader's bell
-  alignas(64) std::atomic<uint32_t> writer_sleeps;    // 1: whoever reads rings the writer's
+  alignas(64) std::atomic<uint64_t> read;           // the reader's
+  alignas(64) std::atomic<uint32_t> reader_sleeps;  // 1: whoever writes rings the reader's bell
+  alignas(64) std::atomic<uint32_t> writer_sleeps;  // 1: whoever reads rings the writer's
 };
 
 struct SharedMemory::Layout {
@@ -42,7 +42,7 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
 SharedMemory::SharedMemory(End end, int memory_fd, int my_bell_fd, int their_bell_fd) {
   static_assert(sizeof(Layout) <= kHeadBytes);
-  struct stat status {};
+  struct stat status{};
   const int seals = ::fcntl(memory_fd, F_GET_SEALS);
   if (::fstat(memory_fd, &status) != 0 || seals < 0) {
     throw std::system_error(errno, std::generic_category(), "shared memory");

@@ -21,9 +21,9 @@ constexpr int kTcpDelackMaxUs = 46;
 // must not wait for as long as that; the kernel rounds each up to its ticks, 1 to 10 ms.
 constexpr int kRtoMinUs = 5000;
 constexpr int kDelackMaxUs = 1000;
-// Kernels come with cubic or bbr. Without loss they take the same time; with one packet in a thousand lost and
-// four workers a step took 526 us on average with cubic and 676 with bbr (a relay of 2.5 Gbit/s and 50 us each
-// way, retransmission after 1 ms; Xeon, 2 vCPU, 2026-11).
+// Kernels come with cubic or bbr. Without loss they take the same time; with one packet in a thousand lost
+// and four workers a step took 526 us on average with cubic and 676 with bbr (a relay of 2.5 Gbit/s and 50 us
+// each way, retransmission after 1 ms; Xeon, 2 vCPU, 2026-11).
 constexpr char kCongestion[] = "cubic";
 
 // Of a recv() or recvmsg() that is called again after a signal.

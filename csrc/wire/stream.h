@@ -1,5 +1,6 @@
 // What a host and a worker say steps over: a connection alone, or memory that they share beside it, where the
-// connection only tells that the other end lives. Called by the step loop and the transport; knows bytes only.
+// connection only tells that the other end lives. Called by the step loop and the transport; knows bytes
+// only.
 #pragma once
 
 #include <poll.h>
@@ -28,8 +29,8 @@ class Stream {
   IoResult send(const TwoParts& message, size_t sent_bytes);
 
   // How to sleep on several streams: announce_sleep() for each; where all say false, poll() the two entries
-  // that each fills; then end_sleep() for each, which is due in any case. True from either: the next receive()
-  // (or send()) has something to say.
+  // that each fills; then end_sleep() for each, which is due in any case. True from either: the next
+  // receive() (or send()) has something to say.
   bool announce_sleep(bool to_receive, bool to_send, pollfd* entries);
   bool end_sleep(const pollfd* entries);
 

@@ -128,7 +128,8 @@ void bind_worker(nb::module_& m) {
       .def("add_layer", &StepServer::add_layer, nb::arg("layer"), nb::arg("units").noconvert(),
            "Takes the slice's units [E, S, unit_bytes] u8 of a layer, each unit contiguous; kept "
            "alive, not copied.")
-      .def("serve", &StepServer::serve, nb::arg("fd"), nb::arg("memory") = nb::none(), nb::call_guard<nb::gil_scoped_release>(),
+      .def("serve", &StepServer::serve, nb::arg("fd"), nb::arg("memory") = nb::none(),
+           nb::call_guard<nb::gil_scoped_release>(),
            "Serves steps until the connection ends: (reason, message, steps_served), where reason is closed, "
            "lost, "
            "malformed or timeout. Steps go through the memory if there is any. Does not close fd.")

@@ -47,8 +47,9 @@ class StepLoop {
   StepLoop(Experts& experts, const std::unordered_map<uint32_t, LayerUnits>& layers,
            const StepLoopLimits& limits);
 
-  // Serves a connected stream socket, and the memory beside it if there is any, until it ends. Between frames it waits for ever (keepalive notices a
-  // host that is gone); once a byte of a frame is there, the rest must come within frame_timeout_ms.
+  // Serves a connected stream socket, and the memory beside it if there is any, until it ends. Between frames
+  // it waits for ever (keepalive notices a host that is gone); once a byte of a frame is there, the rest must
+  // come within frame_timeout_ms.
   StepLoopEnd serve(int fd, std::shared_ptr<wire::SharedMemory> memory = nullptr);
 
  private:
