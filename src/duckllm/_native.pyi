@@ -690,7 +690,7 @@ class Transport:
         self,
         sockets: Sequence[int],
         *,
-        memories: Sequence[SharedMemory] = [],
+        memories: Sequence[SharedMemory | None] = [],
         hidden_size: int,
         top_k: int,
         max_step_tokens: int,
