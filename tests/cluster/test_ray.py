@@ -139,6 +139,28 @@ def test_the_same_tokens_whatever_is_lost(nodes: RayNodes, demo_folder: Path) ->
 
 
 @pytest.mark.slow
+def test_a_ray_of_its_own(model: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tempfile.mkdtemp(prefix="duck-")
+    monkeypatch.setenv("RAY_TMPDIR", folder)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    step = make_step(model, 3)
+    try:
+        with (
+            RayCluster(ClusterConfig(cluster="ray", workers=1)) as cluster,
+            open_flock(cluster, model) as flock,
+        ):
+            check_step(cluster, flock, model, step)
+            assert cluster.num_here == 1
+            assert cluster._driver is not None
+            started = psutil.Process(cluster._driver.child.process.pid).children(recursive=True)
+            assert "raylet" in {process.name() for process in started}
+        wait_for(lambda: not any(is_running(process.pid) for process in started))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.slow
 def test_an_actor_that_hangs_and_a_driver_that_dies(nodes: RayNodes, model: Manifest) -> None:
     step = make_step(model, 3)
     with RayCluster(ClusterConfig(cluster=f"ray:{nodes.address}", workers=2, **QUICK)) as cluster:

@@ -164,12 +164,12 @@ def chat(
         ),
     ] = "f32",
     threads_per_worker: Annotated[
-        int, typer.Option(help="Compute threads of each worker started here; 0 divides the cores.")
+        int, typer.Option(help="Compute threads of each worker started here or by Ray; 0 divides the cores.")
     ] = 0,
     shares: Annotated[
         str,
         typer.Option(
-            help="How the experts are shared out: auto (by what workers at addresses say of their speed and "
+            help="How the experts are shared out: auto (by what workers elsewhere say of their speed and "
             "memory), even, or a number for each worker, 1,2,4."
         ),
     ] = "auto",

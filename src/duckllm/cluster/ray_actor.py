@@ -84,6 +84,6 @@ class WorkerActor:
         options += ["--spin-us", str(self._options["spin_us"]), "--prefill", self._options["prefill"]]
         if with_host:
             options.append("--no-pin")
-        # A process group of its own in the actor's session: when the actor dies, the kernel hangs up on it,
-        # even where it is stopped and does not see the end of its input.
-        return spawn_worker("a worker", options, self._token, process_group=0)
+        # Ray calls methods of such an actor in its main thread, so the parent that counts is the process.
+        options.append("--die-with-parent")
+        return spawn_worker("a worker", options, self._token, start_new_session=True)

@@ -27,6 +27,8 @@ from duckllm.cluster.ray_actor import WorkerActor
 RESOURCE = "duckllm_worker"  # where nodes have it, workers go there alone
 SILENCE_S = 10.0  # after which an actor that does not answer is ended, for Ray to start it anew
 STOP_TIMEOUT_S = 8.0
+OBJECT_STORE_BYTES = 100_000_000  # little more than Ray's least: nothing is kept there
+_QUOTED = 300  # characters of what Ray says
 
 
 class _ProblemError(Exception):
@@ -89,7 +91,7 @@ class _Driver:
             found: dict[str, Any] = ray.get(reference)
         except RayError as error:  # it is gone for good
             self._actors[index] = self._new_actor(index)
-            raise _ProblemError(_first_line(error)) from error
+            raise _ProblemError(_first_sentences(error)) from error
         if "node" in found:
             self._nodes[index] = found["node"]
         return found
@@ -166,9 +168,9 @@ def _connect(address: str) -> None:
             except ConnectionError:
                 if address != "auto":
                     raise
-        ray.init(address="local", include_dashboard=False, **quiet)
+        ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
     except (Exception, SystemExit) as error:
-        raise _ProblemError(_first_line(error)) from error
+        raise _ProblemError(_first_sentences(error)) from error
 
 
 def _get(references: list[Any], limit_s: float) -> list[Any]:
@@ -180,19 +182,25 @@ def _get(references: list[Any], limit_s: float) -> list[Any]:
     except GetTimeoutError as error:
         raise _ProblemError(f"its actors did not answer within {limit_s:g} s") from error
     except RayError as error:
-        raise _ProblemError(_first_line(error)) from error
+        raise _ProblemError(_first_sentences(error)) from error
 
 
-def _first_line(error: BaseException) -> str:
-    """What an error of Ray's says, cut to a sentence."""
+def _first_sentences(error: BaseException) -> str:
+    """What an error of Ray's says, in its first sentences."""
     cause = getattr(error, "cause", None) or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    return " ".join(lines)[:400] or type(error).__name__
+    words = " ".join(lines) or type(error).__name__
+    if len(words) > _QUOTED:
+        words = words[:_QUOTED].rpartition(". ")[0] or words[:_QUOTED]
+    return words.removesuffix(".")
 
 
 def main() -> None:
     """Answers requests until standard input ends."""
+    # For a Ray that is started here: it reports nothing to its makers, and it ends no worker when memory is
+    # nearly full, which weights are meant to make it.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # Ray prints there
     driver = _Driver()
@@ -204,7 +212,7 @@ def main() -> None:
             except _ProblemError as problem:
                 reply = {"problem": str(problem), "room": problem.room}
             except Exception as error:
-                reply = {"problem": f"{type(error).__name__}: {_first_line(error)}"}
+                reply = {"problem": f"{type(error).__name__}: {_first_sentences(error)}"}
             replies.write(json.dumps({"id": request["id"], **reply}) + "\n")
             replies.flush()
     finally:

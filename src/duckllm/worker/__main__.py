@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -29,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line; every flag is a field of :class:`WorkerConfig`."""
+    """The command line; nearly every flag is a field of :class:`WorkerConfig`."""
     parser = _Parser("python -m duckllm.worker", description="Serve a slice of a model's experts.")
     parser.add_argument("--listen", default=_DEFAULTS.listen, help="address to listen on, name:port")
     parser.add_argument("--model", type=Path, help="this worker's own converted model folder")
@@ -56,6 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--shared-memory", type=int, nargs=3, default=(), help="inherited descriptors of a host's memory"
     )
     parser.add_argument("--exit-with-stdin", action="store_true", help="leave when standard input ends")
+    parser.add_argument("--die-with-parent", action="store_true", help="be killed when what started it ends")
     parser.add_argument("--json", action="store_true", help="say where it listens as a JSON line")
     return parser
 
@@ -67,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     flags = vars(make_parser().parse_args(argv))
     json_output, token_file = flags.pop("json"), flags.pop("token_file")
+    if flags.pop("die_with_parent"):
+        _die_with_parent()
     try:
         if flags["cache_bytes"] is not None:
             flags["cache_bytes"] = parse_size("cache_bytes", flags["cache_bytes"])
@@ -81,6 +86,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_line(sys.stderr, f"error: {safe_text(sentence)}")  # it may quote a model's file
         return code
     return 0
+
+
+def _die_with_parent() -> None:
+    """Has the kernel kill this process when the thread that started it ends, even where it is stopped."""
+    pr_set_pdeathsig = 1  # of linux/prctl.h
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
 
 
 if __name__ == "__main__":
