@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from duckllm import LLM, SamplingParams
-from duckllm.cluster import open_cluster
+from duckllm.cluster import open_cluster, ray_cluster, ray_driver
 from duckllm.cluster.address import parse_address
 from duckllm.cluster.ray_cluster import RayCluster, find_ray
 from duckllm.config import ClusterConfig
@@ -247,6 +247,28 @@ def test_no_ray_at_an_address() -> None:
         port = server.getsockname()[1]
     with pytest.raises(WorkerUnavailableError, match=f"no Ray at 127.0.0.1:{port}: Connection refused"):
         open_cluster(ClusterConfig(cluster=f"ray:127.0.0.1:{port}", workers=2))
+
+
+def test_a_driver_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "CONNECT_TIMEOUT_S", 0.0)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    before = {child.pid for child in psutil.Process().children()}
+    with pytest.raises(WorkerUnavailableError, match="Ray local: Ray's driver: no answer within 0 s"):
+        open_cluster(ClusterConfig(cluster="ray", workers=2))
+    assert {child.pid for child in psutil.Process().children()} == before
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("Version mismatch: a has\n  Ray 2\n  and b 3.\n", "Version mismatch: a has Ray 2 and b 3"),
+        ("It died because of an error in its creation task\n  File x\nKeyError: 1", "KeyError: 1"),
+        ("One. " + 99 * "two " + "three.", "One"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_what_ray_says_becomes_a_sentence(text: str, sentence: str) -> None:
+    assert ray_driver._first_sentences(RuntimeError(text)) == sentence
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from duckllm.config import ClusterConfig
 from duckllm.errors import ConfigError, InWords, MissingPackageError, WorkerUnavailableError
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
+CONNECT_TIMEOUT_S = 60.0  # to Ray, or of the start of one here; by itself it waits for two minutes
 START_TIMEOUT_S = 90.0  # of Ray's actors with their workers
 CLOSE_TIMEOUT_S = 15.0
 _SLACK_S = 15.0  # for the driver's answer beyond the limit that it was given
@@ -115,10 +116,10 @@ class RayCluster(Cluster):
         self._driver = _Driver(
             spawn_module("Ray's driver", ["duckllm.cluster.ray_driver"], {}, start_new_session=True)
         )
+        self._ask({"do": "connect", "address": self._ray_address}, CONNECT_TIMEOUT_S)
         options = {"threads": config.threads_per_worker, "spin_us": config.spin_us, "prefill": config.prefill}
-        request = {"do": "start", "address": self._ray_address, "count": count, "token": token}
-        request |= {"options": options, "limit_s": limit_s, "start_s": start_s}
-        answer = self._ask(request, limit_s + 2 * start_s + _SLACK_S)
+        request = {"do": "start", "count": count, "token": token, "options": options}
+        answer = self._ask({**request, "limit_s": limit_s, "start_s": start_s}, limit_s + start_s + _SLACK_S)
         self._num_here = answer["here"]
         return list(answer["workers"])
 
@@ -126,13 +127,14 @@ class RayCluster(Cluster):
         assert self._driver is not None
         try:
             answer = self._driver.ask(request, timeout_s)
-        except WorkerUnavailableError:
-            self._stop_driver()
-            raise
+        except WorkerUnavailableError as error:
+            self._driver.child.kill()
+            self._driver = None
+            raise WorkerUnavailableError(f"Ray {self._ray_address}: {error}") from error
         problem = answer.get("problem")
         if problem is None:
             return answer
-        if request["do"] == "start":
+        if request["do"] != "find":
             self._stop_driver()
         if answer.get("room") is not None:
             got = request["count"] or InWords("one on each node")

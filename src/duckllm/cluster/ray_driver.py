@@ -6,9 +6,10 @@ to this process: when its input ends, or when it dies, they end.
 
 A request has ``id`` and ``do``, and its reply the same ``id``:
 
-    start   address, count, resource, token, options, limit_s   -> workers, here
-    find    worker, lost, limit_s                               -> address, epoch, node
-    any                                                         -> problem, room (or null)
+    connect   address                                         -> nothing
+    start     count, token, options, limit_s, start_s         -> workers, here
+    find      worker, lost, limit_s                           -> address, epoch, node
+    any                                                       -> problem, room (or null)
 """
 
 from __future__ import annotations
@@ -50,19 +51,18 @@ class _Driver:
         self._arguments: tuple[Any, ...] = ()
 
     def start(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Connects to Ray, finds room and starts every worker."""
+        """Finds room and starts every worker."""
         import ray
 
-        limit_s = request["limit_s"]
-        _connect(request["address"])
-        self._place(request["count"], limit_s)
+        self._place(request["count"], request["limit_s"])
         here = str(ray.get_runtime_context().get_node_id())
         self._arguments = request["token"], request["options"], here
         count = self._group.bundle_count
         self._actors = [self._new_actor(index) for index in range(count)]
-        self._nodes = _get([actor.node.remote() for actor in self._actors], request["start_s"])
+        deadline = time.monotonic() + request["start_s"]
+        self._nodes = _get([actor.node.remote() for actor in self._actors], deadline)
         started = [actor.find.remote("", self._others(index)) for index, actor in enumerate(self._actors)]
-        workers = _get(started, request["start_s"])
+        workers = _get(started, deadline)
         for worker in workers:
             if "problem" in worker:
                 raise _ProblemError(worker["problem"])
@@ -152,35 +152,39 @@ class _Driver:
         return dict(Counter(self._nodes[:index] + self._nodes[index + 1 :]))
 
 
-def _connect(address: str) -> None:
+def _connect(request: dict[str, Any]) -> dict[str, Any]:
     """Connects to the Ray at that address; ``"auto"`` is this machine's, or a new one if there is none.
 
     ``"local"`` is a new one in any case. It ends with this process.
     """
     import ray
 
+    address = request["address"]
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address != "local":
             try:
                 ray.init(address=address, **quiet)
-                return
+                return {}
             except ConnectionError:
                 if address != "auto":
                     raise
         ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
     except (Exception, SystemExit) as error:
         raise _ProblemError(_first_sentences(error)) from error
+    return {}
 
 
-def _get(references: list[Any], limit_s: float) -> list[Any]:
+def _get(references: list[Any], deadline: float) -> list[Any]:
     import ray
     from ray.exceptions import GetTimeoutError, RayError
 
+    limit_s = max(1.0, deadline - time.monotonic())
     try:
         return list(ray.get(references, timeout=limit_s))
     except GetTimeoutError as error:
-        raise _ProblemError(f"its actors did not answer within {limit_s:g} s") from error
+        words = f"its actors did not answer within {limit_s:.0f} s; their logs on the nodes say why"
+        raise _ProblemError(words) from error
     except RayError as error:
         raise _ProblemError(_first_sentences(error)) from error
 
@@ -189,6 +193,8 @@ def _first_sentences(error: BaseException) -> str:
     """What an error of Ray's says, in its first sentences."""
     cause = getattr(error, "cause", None) or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    if lines and "creation task" in lines[0]:
+        lines = lines[-1:]  # a traceback stands between
     words = " ".join(lines) or type(error).__name__
     if len(words) > _QUOTED:
         words = words[:_QUOTED].rpartition(". ")[0] or words[:_QUOTED]
@@ -204,11 +210,12 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # Ray prints there
     driver = _Driver()
+    verbs = {"connect": _connect, "start": driver.start, "find": driver.find}
     try:
         for line in sys.stdin:
             request = json.loads(line)
             try:
-                reply = driver.start(request) if request["do"] == "start" else driver.find(request)
+                reply = verbs[request["do"]](request)
             except _ProblemError as problem:
                 reply = {"problem": str(problem), "room": problem.room}
             except Exception as error:
