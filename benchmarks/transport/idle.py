@@ -4,8 +4,8 @@
 
 The program starts local workers for the demo model, measures the processor time of this process and of each
 worker while nothing is asked for ``--idle-s`` seconds (goal: under 2 % of a core each), then the step that
-comes first, a reply of one token, and warm ones after it (goal: under twice a warm one). Medians of the rounds;
-one JSON line.
+comes first, a reply of one token, and warm ones after it (goal: under twice a warm one). Medians of the
+rounds; one JSON line.
 """
 
 from __future__ import annotations
