@@ -138,7 +138,18 @@ def linked_worker(number: int, gbit: float, token_file: Path) -> Iterator[str]:
 @contextmanager
 def _worker(prefix: list[str], address: str, token_file: Path) -> Iterator[str]:
     words = [*prefix, sys.executable, "-m", "duckllm", "worker", "--listen", address]
-    options = ["--threads", "1", "--no-pin", "--speed", "0", "--token-file", str(token_file), "--json"]
+    options = [
+        "--threads",
+        "1",
+        "--no-pin",
+        "--speed",
+        "0",
+        "--format",
+        "fp9",
+        "--token-file",
+        str(token_file),
+        "--json",
+    ]
     worker = subprocess.Popen([*words, *options], stdout=subprocess.PIPE)
     try:
         assert worker.stdout is not None
