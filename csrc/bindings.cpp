@@ -16,7 +16,7 @@ void bind_bench(nanobind::module_& m);
 
 NB_MODULE(_native, m) {
   // A model that a script keeps to its end is no leak worth a page of text on stderr.
-  nb::set_leak_warnings(false);
+  nanobind::set_leak_warnings(false);
   m.doc() =
       "Native parts of duck-llm: kernels of experts and dense layers, attention, row-wise operations, wire "
       "format, transport, the worker's step loop, and the loops that measure a machine's ceilings.";
