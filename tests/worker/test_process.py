@@ -292,6 +292,7 @@ def test_the_listening_line(tmp_path: Path) -> None:
 def test_both_command_lines_have_the_same_flags_and_defaults() -> None:
     parser = {action.dest: action.default for action in make_parser()._actions if action.dest != "help"}
     assert parser.pop("shared_memory") == ()  # descriptors that only a host can give
+    assert parser.pop("die_with_parent") is False  # for who starts workers, not for people
     command = {name: p.default for name, p in inspect.signature(worker_command).parameters.items()}
     assert parser == command
     fields = {name: value for name, value in vars(WorkerConfig()).items()}
