@@ -268,7 +268,7 @@ def test_grouped_query_attention(grouped: Subject, mix: Mix) -> None:
     grouped.check(mix)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(mix=MIXES)
 def test_the_demo_model(demo: Subject, mix: Mix) -> None:
     """Prompts of four times the length, and a layer that guesses well."""

@@ -120,7 +120,7 @@ def test_an_interleaved_indexer_is_rejected(
     [
         (500, True),
         pytest.param(1000, True, marks=pytest.mark.slow),
-        pytest.param(3000, False, marks=pytest.mark.slow),
+        pytest.param(1700, False, marks=pytest.mark.slow),
     ],
 )
 def test_the_first_question_is_found_as_far_back_as_the_reference_finds_it(
