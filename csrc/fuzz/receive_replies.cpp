@@ -44,7 +44,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   config.top_k = kTopK;
   config.max_step_tokens = kTokens;
   config.step_timeout_ms = 10'000;
-  Transport transport({ours[0], ours[1]}, config);
+  Transport transport({Transport::Peer{ours[0]}, Transport::Peer{ours[1]}}, config);
   const float x[kTokens * kHidden] = {};
   const int32_t ids[kTokens * kTopK] = {};
   const float weights[kTokens * kTopK] = {};
