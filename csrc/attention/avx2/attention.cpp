@@ -2,16 +2,13 @@
 #include <immintrin.h>
 
 #include "attention/lane_attention.h"
+#include "kernels/avx2/floats.h"
 
 namespace duck::attention::avx2 {
 
-struct Lanes {
-  using Floats = __m256;
-  static constexpr int kLanes = 8;
+struct Lanes : duck::avx2::FloatLanes {
   static constexpr int kQueries = 6;
 
-  static DUCK_INLINE Floats load(const float* p) { return _mm256_loadu_ps(p); }
-  static DUCK_INLINE void store(float* p, Floats a) { _mm256_storeu_ps(p, a); }
   static DUCK_INLINE __m256i first(uint32_t count) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)),
                               _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
@@ -22,13 +19,7 @@ struct Lanes {
   static DUCK_INLINE void store_first(float* p, uint32_t count, Floats a) {
     _mm256_maskstore_ps(p, first(count), a);
   }
-  static DUCK_INLINE Floats zero() { return _mm256_setzero_ps(); }
-  static DUCK_INLINE Floats broadcast(float a) { return _mm256_set1_ps(a); }
-  static DUCK_INLINE Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
   static DUCK_INLINE Floats sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
-  static DUCK_INLINE Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
-  static DUCK_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
-  static DUCK_INLINE Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
   static DUCK_INLINE float largest(Floats a) {
     __m128 half = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     half = _mm_max_ps(half, _mm_movehl_ps(half, half));
@@ -38,18 +29,6 @@ struct Lanes {
     __m128 half = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     half = _mm_add_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
-  }
-  static DUCK_INLINE Floats round(Floats a) {
-    return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  }
-  // 2^n of whole numbers -126 <= n <= 127.
-  static DUCK_INLINE Floats power_of_two(Floats n) {
-    return _mm256_castsi256_ps(
-        _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
-  }
-  // a < b ? yes : no; `no` where either is NaN.
-  static DUCK_INLINE Floats select_less(Floats a, Floats b, Floats yes, Floats no) {
-    return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
   }
 
   // Numbers [d, d + 8) of eight rows as eight columns: four numbers of two rows are loaded to one register,

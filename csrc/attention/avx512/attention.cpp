@@ -2,16 +2,13 @@
 #include <immintrin.h>
 
 #include "attention/lane_attention.h"
+#include "kernels/avx512/floats.h"
 
 namespace duck::attention::avx512 {
 
-struct Lanes {
-  using Floats = __m512;
-  static constexpr int kLanes = 16;
+struct Lanes : duck::avx512::FloatLanes {
   static constexpr int kQueries = 12;
 
-  static DUCK_INLINE Floats load(const float* p) { return _mm512_loadu_ps(p); }
-  static DUCK_INLINE void store(float* p, Floats a) { _mm512_storeu_ps(p, a); }
   static DUCK_INLINE __mmask16 first(uint32_t count) { return static_cast<__mmask16>((1u << count) - 1); }
   static DUCK_INLINE Floats load_first(const float* p, uint32_t count) {
     return _mm512_maskz_loadu_ps(first(count), p);
@@ -19,27 +16,9 @@ struct Lanes {
   static DUCK_INLINE void store_first(float* p, uint32_t count, Floats a) {
     _mm512_mask_storeu_ps(p, first(count), a);
   }
-  static DUCK_INLINE Floats zero() { return _mm512_setzero_ps(); }
-  static DUCK_INLINE Floats broadcast(float a) { return _mm512_set1_ps(a); }
-  static DUCK_INLINE Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
   static DUCK_INLINE Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
-  static DUCK_INLINE Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
-  static DUCK_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
-  static DUCK_INLINE Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
   static DUCK_INLINE float largest(Floats a) { return _mm512_reduce_max_ps(a); }
   static DUCK_INLINE float sum(Floats a) { return _mm512_reduce_add_ps(a); }
-  static DUCK_INLINE Floats round(Floats a) {
-    return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  }
-  // 2^n of whole numbers -126 <= n <= 127.
-  static DUCK_INLINE Floats power_of_two(Floats n) {
-    return _mm512_castsi512_ps(
-        _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
-  }
-  // a < b ? yes : no; `no` where either is NaN.
-  static DUCK_INLINE Floats select_less(Floats a, Floats b, Floats yes, Floats no) {
-    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
-  }
 
   // Numbers [d, d + 16) of 16 rows as 16 columns: four numbers of four rows are loaded to one register, and
   // turned within its quarters.

@@ -1,13 +1,12 @@
 // AVX2 with FMA: the 16 lanes of a record row are two registers, two rows of a pair are decoded together.
 #include <immintrin.h>
 
+#include "kernels/avx2/floats.h"
 #include "kernels/lane_kernels.h"
 
 namespace duck::avx2 {
 
-struct Lanes {
-  using Floats = __m256;
-  static constexpr int kLanes = 8;
+struct Lanes : FloatLanes {
   // 16 registers: with three or four rows one vector at a time, which decodes no weight twice.
   static constexpr int kBlockRows = 4;
   static constexpr int kTileRows = 6;  // 12 sums
@@ -98,8 +97,6 @@ struct Lanes {
     }
   };
 
-  static DUCK_INLINE Floats load(const float* p) { return _mm256_loadu_ps(p); }
-  static DUCK_INLINE void store(float* p, Floats a) { _mm256_storeu_ps(p, a); }
   // 16 values: those at even places to `even`, the others to `odd`.
   static DUCK_INLINE void store_even_odd(const float* values, float* even, float* odd) {
     const Floats a = load(values), b = load(values + 8);
@@ -107,28 +104,10 @@ struct Lanes {
     store(even, _mm256_shuffle_ps(low, high, 0x88));
     store(odd, _mm256_shuffle_ps(low, high, 0xdd));
   }
-  static DUCK_INLINE Floats zero() { return _mm256_setzero_ps(); }
-  static DUCK_INLINE Floats broadcast(float a) { return _mm256_set1_ps(a); }
-  static DUCK_INLINE Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
-  static DUCK_INLINE Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
   static DUCK_INLINE Floats div(Floats a, Floats b) { return _mm256_div_ps(a, b); }
-  static DUCK_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
   static DUCK_INLINE Floats min(Floats a, Floats b) { return _mm256_min_ps(a, b); }
-  static DUCK_INLINE Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
   static DUCK_INLINE Floats negate(Floats a) { return _mm256_xor_ps(a, _mm256_set1_ps(-0.0f)); }
   static DUCK_INLINE Floats abs(Floats a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
-  static DUCK_INLINE Floats round(Floats a) {
-    return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  }
-  // 2^n of whole numbers -126 <= n <= 127.
-  static DUCK_INLINE Floats power_of_two(Floats n) {
-    return _mm256_castsi256_ps(
-        _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
-  }
-  // a < b ? yes : no; `no` where either is NaN.
-  static DUCK_INLINE Floats select_less(Floats a, Floats b, Floats yes, Floats no) {
-    return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
-  }
 };
 
 const KernelTable kTable = LaneKernels<Lanes>::table(Isa::kAvx2);

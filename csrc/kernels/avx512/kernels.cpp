@@ -2,15 +2,14 @@
 // together. Under GCC a record row's broadcast is a memory operand of the FMA.
 #include <immintrin.h>
 
+#include "kernels/avx512/floats.h"
 #include "kernels/avx512/words.h"
 #include "kernels/lane_kernels.h"
 
 namespace duck::avx512 {
 
-struct Lanes {
-  using Floats = __m512;
+struct Lanes : FloatLanes {
   using Words = Avx512Words<Lanes>;
-  static constexpr int kLanes = 16;
   static constexpr int kBlockRows = 8;  // of the direct kernels: 16 sums
   static constexpr int kTileRows = 10;  // of the tile kernels: 20 sums of 32 registers
   static constexpr int parts_at_once(int rows) { return rows <= 4 ? 2 : 1; }
@@ -74,8 +73,6 @@ struct Lanes {
     }
   };
 
-  static DUCK_INLINE Floats load(const float* p) { return _mm512_loadu_ps(p); }
-  static DUCK_INLINE void store(float* p, Floats a) { _mm512_storeu_ps(p, a); }
   // 32 values: those at even places to `even`, the others to `odd`.
   static DUCK_INLINE void store_even_odd(const float* values, float* even, float* odd) {
     const __m512i places = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
@@ -83,28 +80,10 @@ struct Lanes {
     store(even, _mm512_permutex2var_ps(a, places, b));
     store(odd, _mm512_permutex2var_ps(a, _mm512_add_epi32(places, _mm512_set1_epi32(1)), b));
   }
-  static DUCK_INLINE Floats zero() { return _mm512_setzero_ps(); }
-  static DUCK_INLINE Floats broadcast(float a) { return _mm512_set1_ps(a); }
-  static DUCK_INLINE Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
-  static DUCK_INLINE Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
   static DUCK_INLINE Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
-  static DUCK_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
   static DUCK_INLINE Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }
-  static DUCK_INLINE Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
   static DUCK_INLINE Floats negate(Floats a) { return _mm512_xor_ps(a, _mm512_set1_ps(-0.0f)); }
   static DUCK_INLINE Floats abs(Floats a) { return _mm512_abs_ps(a); }
-  static DUCK_INLINE Floats round(Floats a) {
-    return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  }
-  // 2^n of whole numbers -126 <= n <= 127.
-  static DUCK_INLINE Floats power_of_two(Floats n) {
-    return _mm512_castsi512_ps(
-        _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
-  }
-  // a < b ? yes : no; `no` where either is NaN.
-  static DUCK_INLINE Floats select_less(Floats a, Floats b, Floats yes, Floats no) {
-    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
-  }
 };
 
 const KernelTable kTable = LaneKernels<Lanes>::table(Isa::kAvx512);
