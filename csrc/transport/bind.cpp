@@ -103,6 +103,14 @@ void bind_transport(nb::module_& m) {
     }
   });
 
+  nb::class_<LayerTimes>(m, "LayerTimes", "Means over a layer's last steps, one a worker, microseconds.")
+      .def_ro("layer", &LayerTimes::layer)
+      .def_ro("num_steps", &LayerTimes::num_steps)
+      .def_ro("tokens", &LayerTimes::tokens)
+      .def_ro("compute_us", &LayerTimes::compute_us)
+      .def_ro("round_trip_us", &LayerTimes::round_trip_us)
+      .def_ro("wait_us", &LayerTimes::wait_us);
+
   nb::class_<PyTransport>(m, "Transport", "Steps to every worker, partial sums back, added in worker order.")
       .def(
           "__init__",
@@ -171,6 +179,10 @@ void bind_transport(nb::module_& m) {
           "last_compute_us", [](PyTransport& self) { return self.native().last_compute_us(); },
           nb::call_guard<nb::gil_scoped_release>(),
           "Each worker's own time for the step last waited for, microseconds.")
+      .def(
+          "step_times", [](PyTransport& self) { return self.native().step_times(); },
+          nb::call_guard<nb::gil_scoped_release>(),
+          "Means over each layer's last steps; does not wait for a step that is under way.")
       .def(
           "close", [](PyTransport& self) { self.native().close(); }, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro(

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "transport/step_times.h"
 #include "transport/transport.h"
 #include "wire/frame.h"
 #include "wire/stream.h"
@@ -30,7 +31,10 @@ struct Transport::Step {
   size_t num_added = 0;  // workers, from the first on, whose sums are in the first one's
   std::vector<std::vector<float>> partial_sums;  // one a worker, [T, H]
   std::vector<uint8_t> arrived;                  // one a worker
-  std::vector<uint32_t> compute_us;              // one a worker
+  std::vector<StepTimes::Answer> answers;        // one a worker
+  wire::Clock::time_point submitted;
+  wire::Clock::time_point waited_from;  // first; the deadline counts from then on
+  bool sent_again = false;              // to another worker: its times tell nothing
 };
 
 struct Transport::Link {

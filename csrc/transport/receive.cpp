@@ -167,7 +167,7 @@ void Transport::finish_body(Link& link, size_t worker) {
       wire::decode_bf16(link.scratch.data(), values, step->partial_sums[worker].data());
     }
     step->arrived[worker] = 1;
-    step->compute_us[worker] = link.reply.compute_us;
+    step->answers[worker] = {wire::Clock::now(), link.reply.compute_us};
     --step->missing;
   }
   link.next_frame();

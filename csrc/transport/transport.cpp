@@ -169,7 +169,12 @@ bool Transport::wait(uint64_t ticket, float* sum, const std::function<bool()>& i
 
   const size_t values = size_t{step->num_tokens} * config_.hidden_size;
   std::memcpy(sum, step->partial_sums[0].data(), 4 * values);
-  last_compute_us_ = step->compute_us;
+  for (size_t worker = 0; worker < links_.size(); ++worker) {
+    last_compute_us_[worker] = step->answers[worker].compute_us;
+  }
+  if (!step->sent_again) {
+    times_.record(step->layer, step->num_tokens, step->submitted, step->waited_from, step->answers);
+  }
   forget(ticket);
   return true;
 }
@@ -188,8 +193,12 @@ bool Transport::wait_some(uint64_t ticket, int64_t ms, std::vector<size_t>& late
 
 Transport::Waited Transport::wait_until(Step& step, Deadline until,
                                         const std::function<bool()>& interrupted) {
-  if (step.deadline == wire::kNever) step.deadline = wire::deadline_after_ms(config_.step_timeout_ms);
-  const Deadline spin_until = Clock::now() + std::chrono::microseconds(config_.spin_us);
+  const Deadline start = Clock::now();
+  if (step.deadline == wire::kNever) {
+    step.deadline = start + std::chrono::milliseconds(config_.step_timeout_ms);
+    step.waited_from = start;
+  }
+  const Deadline spin_until = start + std::chrono::microseconds(config_.spin_us);
   for (auto& link : links_) link->woken = false;
   for (;;) {
     size_t late = links_.size();
@@ -249,7 +258,9 @@ std::shared_ptr<Transport::Step> Transport::new_step(uint32_t layer, uint16_t la
   step->missing = links_.size();
   step->num_added = 0;
   step->arrived.assign(links_.size(), 0);
-  step->compute_us.assign(links_.size(), 0);
+  step->answers.assign(links_.size(), {});
+  step->submitted = Clock::now();
+  step->sent_again = false;
   const size_t values = size_t{num_tokens} * config_.hidden_size;
   for (std::vector<float>& partial : step->partial_sums) {
     if (partial.size() < values) partial.resize(values);
@@ -344,6 +355,7 @@ void Transport::replace(size_t worker, Peer peer) {
   wire::set_connection_options(peer.fd);
   for (const auto& step : in_flight_) {
     step->deadline = wire::kNever;
+    step->sent_again = true;
     if (!step->arrived[worker]) link.unsent.push_back(step);
   }
   send_to(worker);

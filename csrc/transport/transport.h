@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "kernels/experts.h"
+#include "transport/step_times.h"
 #include "wire/frame.h"
 #include "wire/stream.h"
 
@@ -107,6 +108,9 @@ class Transport {
   // Each worker's own time for the step last waited for, microseconds, in worker order.
   std::vector<uint32_t> last_compute_us() const;
 
+  // Means over the last steps, without waiting for one that is under way.
+  std::vector<LayerTimes> step_times() const { return times_.layers(); }
+
   // Says CLOSE to every worker and closes the sockets. Does nothing the second time.
   void close();
   bool closed() const;
@@ -146,6 +150,7 @@ class Transport {
   std::vector<std::shared_ptr<Step>> in_flight_;  // oldest first
   std::vector<std::shared_ptr<Step>> spare_;
   std::vector<uint32_t> last_compute_us_;
+  StepTimes times_;
   uint64_t last_sequence_ = 0;
   bool closed_ = false;
 };

@@ -184,6 +184,10 @@ void bind_wire(nb::module_& m) {
                           nb::bytes(reinterpret_cast<const char*>(payload.nonce), kNonceBytes));
       },
       nb::arg("data"), "(has_token, nonce); raises WireError.");
+  m.def("set_connection_options", &set_connection_options, nb::arg("socket"),
+        "Sets what steps need of a TCP connection, as far as this kernel lets it.");
+  m.def("describe_connection", &describe_connection, nb::arg("socket"),
+        "What of that is active, and what could not be set, in words.");
   m.attr("SHARED_MEMORY_BYTES") = SharedMemory::kBytes;
   nb::class_<SharedMemory>(m, "SharedMemory",
                            "One end of the memory that a host and a worker on its machine share.")

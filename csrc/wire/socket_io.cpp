@@ -114,6 +114,7 @@ std::string describe_connection(int fd) {
   int rto_us = 0;
   bytes = sizeof(rto_us);
   std::string text = "TCP, " + std::string(congestion, ::strnlen(congestion, sizeof(congestion)));
+  if (text.substr(5) != kCongestion) text += " (" + std::string(kCongestion) + " could not be set)";
   if (::getsockopt(fd, IPPROTO_TCP, kTcpRtoMinUs, &rto_us, &bytes) == 0) {
     return text + ", retransmits after " + std::to_string(rto_us / 1000) + " ms at the least";
   }

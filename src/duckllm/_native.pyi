@@ -665,6 +665,14 @@ def encode_auth_payload(has_token: bool, nonce: bytes) -> bytes:
 def decode_auth_payload(data: bytes) -> tuple[bool, bytes]:
     """(has_token, nonce); raises WireError."""
 
+def set_connection_options(socket: int) -> None:
+    """
+    Sets what steps need of a TCP connection, as far as this kernel lets it.
+    """
+
+def describe_connection(socket: int) -> str:
+    """What of that is active, and what could not be set, in words."""
+
 SHARED_MEMORY_BYTES: int = 33558528
 
 class SharedMemory:
@@ -682,6 +690,22 @@ class TransportError(RuntimeError):
     """
     A worker is lost; args are its index, the layer (or None) and the reason.
     """
+
+class LayerTimes:
+    """Means over a layer's last steps, one a worker, microseconds."""
+
+    @property
+    def layer(self) -> int: ...
+    @property
+    def num_steps(self) -> int: ...
+    @property
+    def tokens(self) -> float: ...
+    @property
+    def compute_us(self) -> list[float]: ...
+    @property
+    def round_trip_us(self) -> list[float]: ...
+    @property
+    def wait_us(self) -> list[float]: ...
 
 class Transport:
     """Steps to every worker, partial sums back, added in worker order."""
@@ -752,6 +776,11 @@ class Transport:
 
     def last_compute_us(self) -> list[int]:
         """Each worker's own time for the step last waited for, microseconds."""
+
+    def step_times(self) -> list[LayerTimes]:
+        """
+        Means over each layer's last steps; does not wait for a step that is under way.
+        """
 
     def close(self) -> None: ...
     @property

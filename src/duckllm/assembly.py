@@ -20,6 +20,7 @@ from duckllm.errors import CheckpointError, ConfigError, InWords
 from duckllm.models.registry import ModelFolder, load_config, load_draft_layer, load_model
 from duckllm.moe.fit import ExpertSizes, check_fits, nodes_of, place_slices, plan_nodes
 from duckllm.moe.placement import Slice, plan_slices, plan_workers
+from duckllm.outputs import WorkerTimes
 from duckllm.prefill import check_prefill, select_isa
 from duckllm.transport.transport import Transport
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from duckllm.engine.engine import Engine
     from duckllm.moe.executor import ExpertExecutor
     from duckllm.text import Tokenizer
+    from duckllm.transport.flock import Flock
     from duckllm.weights.host_tensors import HostTensors
     from duckllm.weights.manifest import Manifest
 
@@ -48,6 +50,14 @@ class ClusterInfo:
         stripes: Stripes of each worker, in worker order.
         addresses: Address of each worker, in worker order.
         pids: Process id of each worker on its node, in worker order.
+        threads: Compute threads of each worker, in worker order, or of this process.
+        weight_formats: Format that each worker computes in, in worker order, or this process.
+        weight_bytes: Size of each worker's slice in that format, or of all experts in this process.
+        own_memory_bytes: Of each worker's slice, how much lies in its own memory; the rest is mapped from
+            files, and shared with the node's page cache.
+        huge_page_bytes: Of that, how much in huge pages.
+        links: How each worker is spoken with, in words: shared memory, or TCP and what of it is set, and what
+            could not be.
     """
 
     num_workers: int
@@ -56,6 +66,30 @@ class ClusterInfo:
     stripes: tuple[int, ...] = ()
     addresses: tuple[str, ...] = ()
     pids: tuple[int, ...] = ()
+    threads: tuple[int, ...] = ()
+    weight_formats: tuple[str, ...] = ()
+    weight_bytes: tuple[int, ...] = ()
+    own_memory_bytes: tuple[int, ...] = ()
+    huge_page_bytes: tuple[int, ...] = ()
+    links: tuple[str, ...] = ()
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Which part of every expert each worker has, in worker order; they add up to 1."""
+        return tuple(stripes / sum(self.stripes) for stripes in self.stripes)
+
+
+@dataclass(frozen=True)
+class ExpertsView:
+    """What can be asked about the experts while they compute, from any thread.
+
+    Args:
+        info: Who computes them.
+        times: Where the time of their steps goes.
+    """
+
+    info: Callable[[], ClusterInfo]
+    times: Callable[[], WorkerTimes] = WorkerTimes
 
 
 @dataclass(frozen=True)
@@ -160,8 +194,8 @@ def build_engine(
     max_num_seqs: int,
     host_threads: int,
     tokenizer: Tokenizer,
-) -> tuple[Engine, Callable[[], ClusterInfo], HostMemory]:
-    """The engine with the host's model, loaded, what tells who computes the experts, and what memory goes to.
+) -> tuple[Engine, ExpertsView, HostMemory]:
+    """The engine with the host's model, loaded, what can be asked about the experts, and what memory goes to.
 
     Args:
         stack: Closes the connections to the workers.
@@ -215,9 +249,9 @@ def build_engine(
     tensors = HostTensors(model.path)
     torch.set_num_threads(host_threads or _host_threads(tensors, num_here > 0))
     if cluster is None:
-        experts, info = _experts_here(model, config)
+        experts, view = _experts_here(model, config)
     else:
-        experts, info = _experts_on_workers(stack, model, cluster, config)
+        experts, view = _experts_on_workers(stack, model, cluster, config)
     loaded = load_model(parsed, tensors, experts, max_tokens=length)
     drafting = None
     if drafts(model, step_config):
@@ -241,14 +275,14 @@ def build_engine(
         lanes=lanes,
         tiers=TierSettings(
             model.manifest.model_hash,
-            _arithmetic(config, step_config, info()),
+            _arithmetic(config, step_config, view.info()),
             cache_limits.memory_bytes,
             cache_limits.disk_dir,
             DEFAULT_DISK_BYTES if cache_limits.disk_bytes is None else cache_limits.disk_bytes,
         ),
     )
     stack.callback(engine.kv_cache.shut)
-    return engine, info, memory
+    return engine, view, memory
 
 
 def _check_disk_budget(limits: CacheLimits, memory: HostMemory) -> None:
@@ -281,25 +315,31 @@ def _host_threads(tensors: HostTensors, shares_cores: bool) -> int:
     return max(1, available_cores() // 2 if shares_cores else available_cores())
 
 
-def _experts_here(
-    model: ModelFolder, config: ClusterConfig
-) -> tuple[ExpertExecutor, Callable[[], ClusterInfo]]:
+def _experts_here(model: ModelFolder, config: ClusterConfig) -> tuple[ExpertExecutor, ExpertsView]:
     from duckllm.moe.local import LocalExperts
 
+    num_threads = config.threads_per_worker or available_cores()
     experts = LocalExperts(
         model.manifest,
         max_step_tokens=config.max_step_tokens,
-        num_threads=config.threads_per_worker or available_cores(),
+        num_threads=num_threads,
         weight_format=config.weight_format,
         prefill=config.prefill,
     )
-    info = ClusterInfo(0, experts.weight_format, (experts.isa,))
-    return experts, lambda: info
+    info = ClusterInfo(
+        0,
+        experts.weight_format,
+        (experts.isa,),
+        threads=(num_threads,),
+        weight_formats=(experts.weight_format,),
+        weight_bytes=(experts.weight_bytes,),
+    )
+    return experts, ExpertsView(lambda: info)
 
 
 def _experts_on_workers(
     stack: ExitStack, model: ModelFolder, cluster: Cluster, config: ClusterConfig
-) -> tuple[ExpertExecutor, Callable[[], ClusterInfo]]:
+) -> tuple[ExpertExecutor, ExpertsView]:
     from duckllm.moe.dispatch import RemoteExperts
     from duckllm.transport.flock import Flock
 
@@ -318,10 +358,10 @@ def _experts_on_workers(
         )
     )
     flock = Flock(transport, cluster, config.worker_silence_s, config.worker_timeout_s)
-    return RemoteExperts(flock), lambda: _describe_workers(cluster)
+    return RemoteExperts(flock), ExpertsView(lambda: _describe_workers(cluster, flock), flock.times)
 
 
-def _describe_workers(cluster: Cluster) -> ClusterInfo:
+def _describe_workers(cluster: Cluster, flock: Flock) -> ClusterInfo:
     workers = cluster.workers
     return ClusterInfo(
         len(workers),
@@ -330,4 +370,10 @@ def _describe_workers(cluster: Cluster) -> ClusterInfo:
         tuple(worker.num_stripes for worker in workers),
         tuple(worker.address for worker in workers),
         tuple(worker.pid for worker in workers),
+        tuple(worker.threads for worker in workers),
+        tuple(worker.weight_format for worker in workers),
+        tuple(worker.weight_bytes for worker in workers),
+        tuple(worker.own_memory_bytes for worker in workers),
+        tuple(worker.huge_page_bytes for worker in workers),
+        flock.links,
     )

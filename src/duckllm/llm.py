@@ -24,7 +24,7 @@ from duckllm.engine.cache_size import DEFAULT_MAX_NUM_SEQS, HostMemory
 from duckllm.engine.page_files import check_folder
 from duckllm.errors import CheckpointError, ConfigError, InWords, RequestError
 from duckllm.models.registry import check_context, open_model
-from duckllm.outputs import EngineMetrics, RequestOutput, StreamOutput
+from duckllm.outputs import EngineMetrics, RequestOutput, StreamOutput, WorkerTimes
 from duckllm.sampling_params import SamplingParams
 from duckllm.text import Tokenizer
 from duckllm.weights.checkpoint import load_json
@@ -133,7 +133,7 @@ class LLM:
         try:
             cluster = None if in_process else begin_workers(stack, opened, cluster_config, step_config)
             self.tokenizer = Tokenizer(opened.path)
-            self._engine, self._cluster_info, self._memory = build_engine(
+            self._engine, self._experts, self._memory = build_engine(
                 stack,
                 opened,
                 cluster,
@@ -166,8 +166,18 @@ class LLM:
         self._finalizer()
 
     def cluster_info(self) -> ClusterInfo:
-        """What computes the experts now: a worker that was lost may have been replaced."""
-        return self._cluster_info()
+        """What computes the experts now: a worker that was lost may have been replaced.
+
+        Threading: any thread.
+        """
+        return self._experts.info()
+
+    def worker_times(self) -> WorkerTimes:
+        """Where the time of steps at workers goes, and how often workers were lost.
+
+        Threading: any thread, while a reply is computed too.
+        """
+        return self._experts.times()
 
     def memory(self) -> HostMemory:
         """What this machine's memory goes to, as it was decided before anything was loaded."""

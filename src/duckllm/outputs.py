@@ -80,6 +80,40 @@ class RequestMetrics:
 
 
 @dataclass(frozen=True)
+class WorkerTimes:
+    """Where the time of steps goes, and how workers have fared; all empty where there are none.
+
+    Times are means over a layer's last steps, of which the newest weighs 1/32; a step that was sent again is
+    in none of them. A prompt's steps have many tokens and a reply's few: ``step_tokens`` says of which the
+    means are.
+
+    Args:
+        addresses: Address of each worker, in worker order.
+        layers: The layers that have experts, of which there were steps.
+        num_steps: Steps of each of these layers in all.
+        step_tokens: Tokens of a step of each layer.
+        compute_us: By layer, then by worker: the worker's own time, microseconds.
+        round_trip_us: Likewise, from the sending of a step until its answer was taken: computing, the way
+            there and back, and what else the host did before it looked.
+        wait_us: Likewise, how long the host had nothing to do but wait for that worker.
+        num_losses: Of each worker, how often it was lost.
+        num_replacements: Of each worker, how often it or another took its place again.
+        is_lost: Of each worker, whether it is lost now, as far as steps have shown.
+    """
+
+    addresses: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
+    num_steps: tuple[int, ...] = ()
+    step_tokens: tuple[float, ...] = ()
+    compute_us: tuple[tuple[float, ...], ...] = ()
+    round_trip_us: tuple[tuple[float, ...], ...] = ()
+    wait_us: tuple[tuple[float, ...], ...] = ()
+    num_losses: tuple[int, ...] = ()
+    num_replacements: tuple[int, ...] = ()
+    is_lost: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True)
 class EngineMetrics:
     """What the engine has done in all, and over its last steps (the window).
 

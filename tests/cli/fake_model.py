@@ -22,6 +22,9 @@ class FakeInfo:
     weight_format: str = "fp9"
     isas: tuple[str, ...] = ("avx2", "scalar")
     stripes: tuple[int, ...] = (4, 4)
+    links: tuple[str, ...] = ("shared memory",) * 2
+    own_memory_bytes: tuple[int, ...] = (0, 0)
+    huge_page_bytes: tuple[int, ...] = (0, 0)
 
 
 STATS = EngineMetrics(

@@ -11,7 +11,7 @@ from fake_model import FakeInfo, FakeModel
 from rich.console import Console
 
 from duckllm.cli import chat as verb
-from duckllm.cli.common import Waiting, describe_facts, describe_workers, parse_workers
+from duckllm.cli.common import Waiting, describe_facts, describe_links, describe_workers, parse_workers
 from duckllm.cli.main import app, main
 from duckllm.config import parse_size
 from duckllm.errors import ConfigError, InWords
@@ -140,6 +140,30 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
 def test_uneven_shares_are_told(duckllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeModel, "cluster_info", lambda self: FakeInfo(stripes=(1, 2, 5)))
     assert duckllm("chat", "--prompt", "x").err == f"{MEMORY}duckllm: stripes of each worker: 1, 2, 5 of 8\n"
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"links": ("shared memory", "TCP, cubic", "TCP, cubic")}, "2 workers by TCP, cubic"),
+        ({"links": ("TCP, reno", "TCP, cubic")}, "1 worker by TCP, reno; 1 worker by TCP, cubic"),
+        ({"own_memory_bytes": (4 << 20, 2 << 20), "huge_page_bytes": (4 << 20, 0)}, ""),
+        (
+            {"own_memory_bytes": (4 << 20, 2 << 20), "huge_page_bytes": (1 << 20, 1 << 20)},
+            "4.00 MiB of weights in small pages, as the system gave no huge ones "
+            "(duckllm doctor there says why)",
+        ),
+    ],
+)
+def test_how_workers_are_spoken_with_is_told(facts: dict[str, Any], words: str) -> None:
+    assert describe_links(FakeInfo(**facts)) == words
+
+
+def test_the_way_to_workers_is_told_at_the_start(duckllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = FakeInfo(links=("TCP, reno (cubic could not be set)",) * 2)
+    monkeypatch.setattr(FakeModel, "cluster_info", lambda self: info)
+    said = "duckllm: 2 workers by TCP, reno (cubic could not be set)\n"
+    assert duckllm("chat", "--prompt", "x").err == f"{MEMORY}{said}"
 
 
 def test_what_is_not_given_is_the_models_own(duckllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,7 @@ LINK = LinkFacts(
     segment_bytes=8948,
     retransmit_us=5000,
     congestion="cubic",
+    options="TCP, cubic, retransmits after 5 ms at the least",
     route="10.0.0.0/24 dev eth0",
     has_rto_setting=False,
 )

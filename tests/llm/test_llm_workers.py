@@ -16,8 +16,9 @@ import pytest
 from duckllm import LLM, SamplingParams
 from duckllm.cluster import local
 from duckllm.cluster.local import LocalCluster
-from duckllm.config import ClusterConfig
+from duckllm.config import ClusterConfig, available_cores
 from duckllm.errors import ConfigError, WorkerLostError, WorkerUnavailableError
+from duckllm.weights.manifest import Manifest
 
 PRIME = [{"role": "user", "content": "Is 1001 prime?"}]
 PRIME_ANSWER = "No, 1001 is not prime: 1001 = 7 x 11 x 13."
@@ -34,8 +35,34 @@ def test_leaving_the_context_leaves_no_process(demo_folder: Path) -> None:
         info = llm.cluster_info()
         assert (info.num_workers, info.weight_format, len(info.addresses)) == (2, "fp9", 2)
         assert set(info.pids) == children() - before
+        assert llm.worker_times().addresses == info.addresses
+        assert llm.worker_times().layers == ()
         assert llm.chat(PRIME)[0].outputs[0].text == PRIME_ANSWER
+        check_facts(demo_folder, llm)
     assert children() == before
+
+
+def check_facts(demo_folder: Path, llm: LLM) -> None:
+    """What is said of two workers here after a reply, and of their steps."""
+    info, times, manifest = llm.cluster_info(), llm.worker_times(), Manifest.load(demo_folder)
+    assert sum(info.shares) == 1
+    assert info.shares == tuple(stripes / manifest.num_stripes for stripes in info.stripes)
+    stored = sum(entry.bytes for entry in manifest.expert_layers.values())
+    assert stored - 4096 * len(manifest.expert_layers) <= sum(info.weight_bytes) <= stored
+    assert info.weight_formats == ("fp9", "fp9")
+    assert info.threads == (max(1, available_cores() // 2),) * 2
+    assert info.links == ("shared memory",) * 2
+    assert info.own_memory_bytes == info.huge_page_bytes == (0, 0)  # mapped from files
+    assert times.layers == tuple(manifest.expert_layers)
+    assert len(set(times.num_steps[:-1])) == 1  # the last one guesses, and not in every step
+    assert times.num_steps[0] > 10
+    assert times.num_steps[0] >= times.num_steps[-1] > 0
+    assert times.num_losses == times.num_replacements == (0, 0)
+    assert times.is_lost == (False, False)
+    for table in (times.compute_us, times.wait_us, times.round_trip_us):
+        assert [len(row) for row in table] == [2] * len(times.layers)
+    for computed, trip in zip(times.compute_us, times.round_trip_us, strict=True):
+        assert all(0 < us <= total_us for us, total_us in zip(computed, trip, strict=True))
 
 
 def test_an_error_inside_the_context_leaves_no_process(demo_folder: Path) -> None:
@@ -75,6 +102,7 @@ def test_workers_at_addresses_serve_and_stay(demo_folder: Path) -> None:
         for workers in (addresses, ",".join(addresses)):
             with LLM(demo_folder, workers=workers, cluster_token=token, max_model_len=128) as llm:
                 assert list(llm.cluster_info().addresses) == addresses
+                assert all(link.startswith("TCP, ") for link in llm.cluster_info().links)
                 assert llm.chat(PRIME)[0].outputs[0].text == PRIME_ANSWER
             assert all(psutil.pid_exists(pid) for pid in cluster.pids)
 

@@ -125,6 +125,11 @@ def test_a_worker_lost_at_any_step_changes_no_bit(undisturbed: list[bytes], work
             assert run_two_lanes(flock) == undisturbed
             is_noticed = step < 7 or moment != "after the reply"
             assert cluster.replaced == [worker] * is_noticed
+            times = flock.times()
+            expected = tuple(int(is_noticed and each == worker) for each in range(3))
+            assert times.num_losses == times.num_replacements == expected
+            assert times.is_lost == (False,) * 3
+            assert (times.addresses[worker] == "127.0.0.1:101") is is_noticed
             assert transport.lost() == ()
 
 
@@ -174,9 +179,14 @@ def test_who_does_not_come_back_fails_the_step_and_nothing_after_it(undisturbed:
         with pytest.raises(WorkerLostError) as again:
             run_two_lanes(flock)
         assert again.value.layer == 0
+        times = flock.times()
+        assert (times.is_lost, times.num_losses) == ((False, False, True), (0, 0, 1))
+        assert times.num_replacements == (0, 0, 0)
         cluster.problem = None
         assert run_two_lanes(flock) == undisturbed
         assert cluster.replaced == [2]
+        times = flock.times()
+        assert (times.is_lost, times.num_replacements) == ((False,) * 3, (0, 0, 1))
 
 
 def test_a_worker_that_dies_of_a_step_ends_it_in_time() -> None:

@@ -15,6 +15,7 @@ import pytest
 from fake_workers import (
     HIDDEN_SIZE,
     TOP_K,
+    FakeConnection,
     as_bf16,
     fake_workers,
     read_request,
@@ -388,3 +389,55 @@ def test_no_worker_at_all_is_refused() -> None:
         with pytest.raises(ValueError, match="max_step_tokens: got 100000000, expected steps under 1 GiB"):
             _native.Transport([ours.detach()], hidden_size=7168, top_k=8, max_step_tokens=100000000)
         assert read_exactly(theirs, 1) == b""  # it had taken the socket over
+
+
+def test_times_are_means_over_the_last_steps_and_can_be_read_while_one_is_waited_for() -> None:
+    with fake_workers(2) as (transport, ends):
+
+        def take_step(layer: int, compute_us: tuple[int, int], num_tokens: int = 1) -> None:
+            ticket = submit(transport, num_tokens, layer=layer)
+            for end, us in zip(ends, compute_us, strict=True):
+                _, sequence = read_request(end)
+                y = np.ones((num_tokens, HIDDEN_SIZE), np.float32)
+                end.sendall(reply_frame(sequence, y, layer=layer, compute_us=us))
+            transport.wait(ticket)
+
+        assert transport.step_times() == ()
+        take_step(7, (100, 1000))
+        take_step(5, (9, 9))
+        take_step(7, (300, 3000), num_tokens=4)
+        times = {each.layer: each for each in transport.step_times()}
+        assert {layer: each.num_steps for layer, each in times.items()} == {7: 2, 5: 1}
+        assert (times[7].compute_us, times[7].tokens) == ([200.0, 2000.0], 2.5)
+        assert times[5].compute_us == [9.0, 9.0]
+        for each in times.values():
+            for trip_us, wait_us in zip(each.round_trip_us, each.wait_us, strict=True):
+                assert 0 < wait_us < trip_us
+        for _ in range(1000):
+            take_step(5, (137, 0))
+        (five,) = (each for each in transport.step_times() if each.layer == 5)
+        np.testing.assert_allclose(five.compute_us, [137, 0], rtol=1e-4, atol=1e-4)
+
+        ticket = submit(transport, layer=5)
+        waiting = threading.Thread(target=transport.wait, args=(ticket,))
+        waiting.start()
+        assert [each.num_steps for each in transport.step_times()] == [2, 1001]
+        assert waiting.is_alive()
+        for end in ends:
+            _, sequence = read_request(end)
+            end.sendall(reply_frame(sequence, rows(1), layer=5))
+        waiting.join(20)
+        assert [each.num_steps for each in transport.step_times()] == [2, 1002]
+
+
+def test_a_step_that_was_sent_again_is_in_no_mean() -> None:
+    with fake_workers(1) as (transport, _):
+        ticket = submit(transport)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            transport.replace(0, FakeConnection(9, ours))  # type: ignore[arg-type]
+            _, sequence = read_request(theirs)
+            theirs.sendall(reply_frame(sequence, rows(1), compute_us=5))
+            transport.wait(ticket)
+            assert transport.last_compute_us() == (5,)
+            assert transport.step_times() == ()

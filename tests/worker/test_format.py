@@ -10,6 +10,7 @@ import pytest
 
 from duckllm import LLM
 from duckllm.errors import ConfigError, ProtocolError
+from duckllm.weights import formats
 from duckllm.worker.__main__ import main
 from duckllm.worker.config import WorkerConfig
 from worker_harness import (
@@ -93,7 +94,14 @@ def test_another_format_is_another_preparation(tmp_path: Path) -> None:
         for asked, used in (("auto", "fp9"), ("fp8", "fp8"), ("fp8", "fp8"), ("auto", "fp9")):
             connection = connect(worker.address, plan_for(manifest, weight_format=asked)[0])
             connection.close()
-            assert connection.info.weight_format == used
+            info = connection.info
+            assert info.weight_format == used
+            plan = connection.plan
+            assert plan is not None
+            num_units = len(plan.layers) * plan.num_experts * plan.num_stripes
+            assert info.weight_bytes == num_units * formats.unit_bytes(plan.hidden_size, used)
+            assert info.own_memory_bytes == (info.weight_bytes if used == "fp8" else 0)  # a copy
+            assert 0 <= info.huge_page_bytes <= info.own_memory_bytes
 
 
 @pytest.mark.parametrize("value", ["fp7", "", "FP8"])

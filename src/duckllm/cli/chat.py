@@ -22,6 +22,7 @@ from duckllm.cli.common import (
     Waiting,
     describe_ending,
     describe_facts,
+    describe_links,
     describe_shares,
     parse_shares,
     parse_workers,
@@ -218,8 +219,10 @@ def chat(
         stack.enter_context(keys_unseen())
         llm = stack.enter_context(_load(model, options, max_model_len))
         tell(str(llm.memory()))
-        if words := describe_shares(llm.cluster_info().stripes):
-            tell(words)
+        info = llm.cluster_info()
+        for words in (describe_shares(info.stripes), describe_links(info)):
+            if words:
+                tell(words)
         params = dataclasses.replace(llm.default_sampling_params, **overrides)
         conversation = llm.conversation(system or None) if kept is None else kept.open(llm, system or None)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from duckllm.cli.terminal import printable, wrapped
 from duckllm.cluster.address import parse_address
-from duckllm.config import SHARES
+from duckllm.config import SHARES, show_size
 from duckllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,6 +38,18 @@ class ClusterInfo(Protocol):
     def isas(self) -> Sequence[str]:
         """The instruction set that each computes with."""
 
+    @property
+    def links(self) -> Sequence[str]:
+        """How each is spoken with."""
+
+    @property
+    def own_memory_bytes(self) -> Sequence[int]:
+        """How much of its weights each has copied into its own memory."""
+
+    @property
+    def huge_page_bytes(self) -> Sequence[int]:
+        """How much of that lies in huge pages."""
+
 
 class ChatConversation(Protocol):
     """What a chat needs of :class:`duckllm.conversation.Conversation`."""
@@ -51,6 +63,7 @@ class ChatConversation(Protocol):
         """Begins anew."""
 
 
+_BEST_LINK = "shared memory"
 EMPTY_REPLY = "[empty reply]"
 _STEP_PARTS = {
     "attention_s": "attention",
@@ -116,6 +129,21 @@ def describe_shares(stripes: Sequence[int]) -> str:
     if not stripes or max(stripes) - min(stripes) <= 1:
         return ""
     return f"stripes of each worker: {', '.join(map(str, stripes))} of {sum(stripes)}"
+
+
+def describe_links(info: ClusterInfo) -> str:
+    """How the workers are spoken with, and what could not be had; empty where all is at its best."""
+    words = []
+    links = [link for link in info.links if link != _BEST_LINK]
+    for link in dict.fromkeys(links):
+        words.append(f"{count_of(links.count(link), 'worker')} by {link}")
+    small_bytes = sum(info.own_memory_bytes) - sum(info.huge_page_bytes)
+    if 2 * small_bytes > sum(info.own_memory_bytes):
+        words.append(
+            f"{show_size(small_bytes)} of weights in small pages, as the system gave no huge ones "
+            "(duckllm doctor there says why)"
+        )
+    return "; ".join(words)
 
 
 def count_of(count: int, what: str) -> str:

@@ -6,7 +6,6 @@ first step request; the native transport takes its socket over.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import time
@@ -24,7 +23,9 @@ from duckllm.cluster.fetch import wait_all_ready
 from duckllm.cluster.frames import ControlChannel, PeerClosedError
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.cluster.shared_memory import SharedChannel
+from duckllm.config import WEIGHT_FORMATS
 from duckllm.errors import AuthenticationError, ProtocolError, WorkerUnavailableError, show_value
+from duckllm.weights.formats import unit_bytes
 
 T = TypeVar("T")
 PeerEnd = tuple[int, Any]  # address family and the system's own form of the address
@@ -50,6 +51,9 @@ class WorkerInfo:
         first_stripe: First stripe of its slice.
         num_stripes: Stripes of its slice; 0 before it is prepared.
         weight_format: Format that it computes in; empty before it is prepared.
+        weight_bytes: Its slice in that format; 0 before it is prepared.
+        own_memory_bytes: Of them, how many lie in memory of its own; the others are mapped from files.
+        huge_page_bytes: Of these, how many in huge pages.
     """
 
     address: str
@@ -65,6 +69,9 @@ class WorkerInfo:
     first_stripe: int = 0
     num_stripes: int = 0
     weight_format: str = ""
+    weight_bytes: int = 0
+    own_memory_bytes: int = 0
+    huge_page_bytes: int = 0
 
 
 class Connection:
@@ -147,13 +154,22 @@ class Connection:
             ProtocolError: A field is missing or of the wrong kind.
         """
         assert self.plan is not None
-        self.verified_stripes = _count(ready, "verified_stripes", self.channel.peer)
-        self.fetched_bytes = _count(ready, "fetched_bytes", self.channel.peer)
+        plan, peer = self.plan, self.channel.peer
+        self.verified_stripes = _count(ready, "verified_stripes", peer)
+        self.fetched_bytes = _count(ready, "fetched_bytes", peer)
+        weight_format = _text(ready, "weight_format", peer)
+        if weight_format not in WEIGHT_FORMATS:
+            expected = f"one of {', '.join(WEIGHT_FORMATS)}"
+            raise ProtocolError(f"weight_format from {peer}: got {weight_format!r}, expected {expected}")
+        num_units = len(plan.layers) * plan.num_experts * plan.num_stripes
         self.info = replace(
             self.info,
-            first_stripe=self.plan.first_stripe,
-            num_stripes=self.plan.num_stripes,
-            weight_format=_text(ready, "weight_format", self.channel.peer),
+            first_stripe=plan.first_stripe,
+            num_stripes=plan.num_stripes,
+            weight_format=weight_format,
+            weight_bytes=num_units * unit_bytes(plan.hidden_size, weight_format, plan.scale_layout),
+            own_memory_bytes=_optional_count(ready, "own_memory_bytes", peer) or 0,
+            huge_page_bytes=_optional_count(ready, "huge_page_bytes", peer) or 0,
         )
 
     def ping(self, num_bytes: int) -> float:
@@ -250,8 +266,7 @@ class Connection:
 def _open_socket(address: Address, timeout_s: float) -> socket.socket:
     try:
         connection = socket.create_connection((address.name, address.port), timeout=timeout_s)
-        with contextlib.suppress(OSError):  # reset already
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _native.set_connection_options(connection.fileno())
         return connection
     except TimeoutError as error:
         raise WorkerUnavailableError(

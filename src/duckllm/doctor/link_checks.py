@@ -197,7 +197,7 @@ def check_retransmit(facts: WorkerFacts) -> Finding | None:
         return None
     if isinstance(link.retransmit_us, Unknown):
         return unknown(facts.address, "retransmission", link.retransmit_us)
-    found = f"a lost packet stalls a step for {link.retransmit_us / 1e3:.0f} ms"
+    found = f"a lost packet stalls a step for {link.retransmit_us / 1e3:.0f} ms; {link.options}"
     if link.retransmit_us < _LONG_RETRANSMIT_US:
         return Finding(facts.address, "retransmission", OK, found)
     return Finding(facts.address, "retransmission", WARNING, found, _shorten_retransmission(link))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from duckllm import _native
 from duckllm.cluster.address import Address, is_loopback
 from duckllm.cluster.connect import Connection, WorkerInfo
 from duckllm.cluster.survey import RoundTrip, step_message_bytes, time_round_trips
@@ -58,6 +59,7 @@ class LinkFacts:
         segment_bytes: Largest piece of a message that TCP puts in a packet.
         retransmit_us: How long TCP waits before it sends a lost piece again.
         congestion: TCP's congestion control.
+        options: What of the options of our connections is set, and what could not be, in words.
         route: The route's command, without what is to be changed; None where it is unknown.
         has_rto_setting: Whether this kernel has net.ipv4.tcp_rto_min_us.
     """
@@ -68,6 +70,7 @@ class LinkFacts:
     segment_bytes: int | Unknown
     retransmit_us: int | Unknown
     congestion: str | Unknown
+    options: str
     route: str | None
     has_rto_setting: bool
 
@@ -130,6 +133,7 @@ def read_link(connection: socket.socket, root: Path = Path("/")) -> LinkFacts:
         congestion=_or_unknown(
             lambda: connection.getsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, 16).rstrip(b"\0").decode()
         ),
+        options=_native.describe_connection(connection.fileno()),
         route=find_route(peer, root),
         has_rto_setting=(root / "proc/sys/net/ipv4/tcp_rto_min_us").exists(),
     )

@@ -87,6 +87,11 @@ class LocalExperts:
         """The instruction set in use, and the bf16 multipliers where prefill uses them."""
         return self._instructions
 
+    @property
+    def weight_bytes(self) -> int:
+        """Size of the experts in the format that is computed in."""
+        return sum(units.nbytes for units in self._units.values())
+
     def submit(
         self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, lane: int = 0
     ) -> LocalStep:

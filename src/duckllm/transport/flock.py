@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from duckllm.errors import ClusterError, DiskSpaceError, ModelError, WorkerLostError
+from duckllm.outputs import WorkerTimes
 from duckllm.transport.transport import Transport
 
 if TYPE_CHECKING:
@@ -33,13 +34,18 @@ class Flock:
             it says nothing for as long again, seconds.
         timeout_s: How long a step waits for lost workers to come back, or for others in their place, seconds.
 
-    Threading: one thread at a time.
+    Threading: one thread at a time, but for :meth:`times` and :attr:`links`.
     """
 
     def __init__(self, transport: Transport, cluster: Cluster, silence_s: float, timeout_s: float) -> None:
         self._transport, self._cluster = transport, cluster
         self._silence_s, self._timeout_s = silence_s, timeout_s
         self._silent: set[int] = set()  # lost workers that gave no sign of life
+        num_workers = len(transport.addresses)
+        self._num_losses, self._num_replacements = [0] * num_workers, [0] * num_workers
+        self._is_lost = [False] * num_workers
+        # Asked for once and at each replacement: the transport answers only between two steps.
+        self.links = transport.describe()
 
     def submit(self, layer: int, x: Any, topk_ids: Any, topk_weights: Any, *, lane: int = 0) -> int:
         """As :meth:`Transport.submit`; a worker that is lost is no error before :meth:`wait`."""
@@ -67,11 +73,34 @@ class Flock:
                         self._pause(_FIRST_PAUSE_S * 2.0**num_losses, deadline, error)
                     num_losses += 1
                     _log.warning("%s; waiting for it or a spare", error)
-                    for worker in self._transport.lost():
+                    lost = self._transport.lost()
+                    for worker in lost:
+                        self._num_losses[worker] += not self._is_lost[worker]
+                        self._is_lost[worker] = True
+                    for worker in lost:
                         self._bring_back(worker, error, deadline)
         except BaseException:
             self._transport.give_up()
             raise
+
+    def times(self) -> WorkerTimes:
+        """Where the time of steps goes, and how often workers were lost.
+
+        Threading: any thread, while a step is under way too.
+        """
+        layers = sorted(self._transport.step_times(), key=lambda each: each.layer)
+        return WorkerTimes(
+            self._transport.addresses,
+            tuple(each.layer for each in layers),
+            tuple(each.num_steps for each in layers),
+            tuple(each.tokens for each in layers),
+            tuple(tuple(each.compute_us) for each in layers),
+            tuple(tuple(each.round_trip_us) for each in layers),
+            tuple(tuple(each.wait_us) for each in layers),
+            tuple(self._num_losses),
+            tuple(self._num_replacements),
+            tuple(self._is_lost),
+        )
 
     def _wait_while_alive(self, ticket: int, silence_s: float) -> None:
         """Returns once every worker has answered; drops who neither answers nor lives.
@@ -92,6 +121,9 @@ class Flock:
             raise self._final(error, f"{problem}") from problem
         self._transport.replace(worker, connection)
         self._silent.discard(worker)
+        self._is_lost[worker] = False
+        self._num_replacements[worker] += 1
+        self.links = self._transport.describe()
         passed_s = time.monotonic() - started
         _log.warning("worker %s goes on in place of %s after %.1f s", connection.address, lost, passed_s)
 

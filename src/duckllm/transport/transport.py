@@ -138,6 +138,11 @@ class Transport:
         """Where a worker is, or was."""
         return self._addresses[worker]
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where each worker is, or was, in worker order."""
+        return tuple(self._addresses)
+
     def lost(self) -> tuple[int, ...]:
         """The workers that are lost, in worker order."""
         return tuple(self._native.lost())
@@ -167,6 +172,10 @@ class Transport:
     def last_compute_us(self) -> tuple[int, ...]:
         """Each worker's own time for the step last waited for, microseconds, in worker order."""
         return tuple(self._native.last_compute_us())
+
+    def step_times(self) -> tuple[_native.LayerTimes, ...]:
+        """Means over each layer's last steps; does not wait for a step that is under way."""
+        return tuple(self._native.step_times())
 
     def close(self) -> None:
         """Tells every worker that the session is over. Idempotent."""

@@ -139,6 +139,8 @@ class Sessions:
             "verified_stripes": verified_stripes,
             "fetched_bytes": fetched_bytes,
             "weight_format": experts.choice.format,
+            "own_memory_bytes": experts.memory.own_bytes,
+            "huge_page_bytes": experts.memory.huge_page_bytes,
         }
         memory = self._memory if shares_memory else None
         if memory is not None:
@@ -227,7 +229,23 @@ class Sessions:
         )
         for layer, units in layers.items():
             server.add_layer(layer, units)
-        return _Experts(server, choice, _describe_memory(mapped, layers))
+        return _Experts(server, choice, _weight_memory(mapped, layers))
+
+
+@dataclass(frozen=True)
+class _WeightMemory:
+    """Where the units lie that steps read: mapped from ``origin``, the rest in the worker's own memory."""
+
+    origin: str
+    own_bytes: int
+    huge_page_bytes: int
+
+    def __str__(self) -> str:
+        places = [self.origin] if self.origin else []
+        if self.own_bytes:
+            huge, own = self.huge_page_bytes / 1e6, self.own_bytes / 1e6
+            places.append(f"{huge:,.0f} of {own:,.0f} MB of its own memory in huge pages")
+        return ", ".join(places)
 
 
 @dataclass(frozen=True)
@@ -236,24 +254,21 @@ class _Experts:
 
     server: _native.StepServer
     choice: FormatChoice
-    memory: str
+    memory: _WeightMemory
 
 
-def _describe_memory(mapped: MappedSlice, used: Mapping[int, U8]) -> str:
-    """Where the units lie that steps read, and how much of them in huge pages."""
+def _weight_memory(mapped: MappedSlice, used: Mapping[int, U8]) -> _WeightMemory:
     own = [
         units
         for layer, units in used.items()
         if units is not mapped.units[layer] or (mapped.in_memory and layer in mapped.shards)
     ]
     origin, how = mapped.origin(), "mapped" if len(own) < len(used) else "copied"
-    places = [f"{how} from {origin}"] if origin else []
-    if own:
-        num_bytes = sum(units.nbytes for units in own)
-        places.append(
-            f"{huge_page_bytes(own) / 1e6:,.0f} of {num_bytes / 1e6:,.0f} MB of its own memory in huge pages"
-        )
-    return ", ".join(places)
+    return _WeightMemory(
+        f"{how} from {origin}" if origin else "",
+        sum(units.nbytes for units in own),
+        huge_page_bytes(own) if own else 0,
+    )
 
 
 def _never_raising(log: Callable[[str], None]) -> Callable[[str], None]:
