@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,9 @@ class StructuredOutputsParams:
         grammar: A context-free grammar: Lark's EBNF, with the start rule ``start`` (llguidance's dialect), or
             llama.cpp's GBNF, with ``root ::=``.
         json_object: True for any JSON object.
+        parts: Beside ``grammar`` in Lark's form: what it means by ``@name``, for each such name.
+        control_token_ids: Beside ``grammar``: the control tokens that it may name by their numbers
+            (``<[128798]>``). Parts cannot, and without these nothing can: what is no text stays out.
 
     Raises:
         ConfigError: None of them or several, or one of the wrong kind. What a schema, an expression or a
@@ -44,6 +48,13 @@ class StructuredOutputsParams:
         >>> StructuredOutputsParams(regex=r"\d+", json_object=True)
         Traceback (most recent call last):
         duckllm.errors.ConfigError: structured_outputs: got json_object and regex, expected exactly one of ...
+
+        Free thoughts, and then one of two words:
+
+        >>> answer = StructuredOutputsParams(choice=["yes", "no"])
+        >>> thought = 'start: thought @answer\nthought[lazy]: /(?s:.*)<\/think>/'
+        >>> StructuredOutputsParams(grammar=thought, parts={"answer": answer}).kind
+        'grammar'
     """
 
     json: Mapping[str, Any] | str | None = field(default=None, hash=False)
@@ -51,6 +62,8 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = field(default=None, hash=False)
     grammar: str | None = None
     json_object: bool | None = None
+    parts: Mapping[str, StructuredOutputsParams] = field(default_factory=dict, hash=False)
+    control_token_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool | None):
@@ -74,6 +87,7 @@ class StructuredOutputsParams:
                 _require_text(f"structured_outputs.choice[{number}]", text, "a text that is not empty")
         elif self.kind != "json_object":
             _require_text(f"structured_outputs.{self.kind}", getattr(self, self.kind), "text, not empty")
+        self._check_parts()
 
     @property
     def kind(self) -> str:
@@ -102,6 +116,29 @@ class StructuredOutputsParams:
         if not schema.startswith("{"):
             raise ConfigError(name, self.json, expected)
         _require_text(name, schema, expected)
+
+    def _check_parts(self) -> None:
+        for name in ("parts", "control_token_ids"):
+            if getattr(self, name) and self.kind != "grammar":
+                raise ConfigError(
+                    f"structured_outputs.{name}", getattr(self, name), f"nothing beside {self.kind}"
+                )
+        name, expected = "structured_outputs.parts", "StructuredOutputsParams by names such as answer_2"
+        if not isinstance(self.parts, Mapping):
+            raise ConfigError(name, self.parts, expected)
+        for key, part in self.parts.items():
+            is_name = isinstance(key, str) and re.fullmatch("[a-z][a-z0-9_]*", key)
+            if not is_name or not isinstance(part, StructuredOutputsParams) or part.parts:
+                raise ConfigError(name, {key: part}, f"{expected}, without parts of their own")
+            # A token's number in Lark; how it could be hidden in a string is not worth finding out.
+            if part.control_token_ids or "<[" in (part.grammar or ""):
+                raise ConfigError(f"{name}.{key}", part.grammar, "a grammar that has no <[")
+        name = "structured_outputs.control_token_ids"
+        is_list = isinstance(self.control_token_ids, Sequence) and not isinstance(
+            self.control_token_ids, str | bytes
+        )
+        if not is_list or not all(_is_int(each, 0, MOST) for each in self.control_token_ids):
+            raise ConfigError(name, self.control_token_ids, "a list of token ids")
 
 
 _STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
@@ -145,7 +182,8 @@ class SamplingParams:
         skip_special_tokens: The text has no special tokens.
         structured_outputs: What the text must be; None for anything. End tokens are chosen where the text may
             end and nowhere else, and there they end the reply in spite of ``ignore_eos``. It ends without one
-            where nothing may follow, in spite of ``min_tokens``. A control token is never part of the text.
+            where nothing may follow, in spite of ``min_tokens``. A control token is never part of the text,
+            unless the grammar was given its number.
 
     Raises:
         ConfigError: A value is of the wrong kind or out of range.

@@ -62,8 +62,9 @@ class Engine:
         tiers: Where pages of the KV cache go when their room is needed; None for nowhere.
 
     Threading:
-        One thread at a time; a step that meets another one is refused. :meth:`abort` alone may come at any
-        moment, as it is what the end of a stream calls that nobody holds any more.
+        One thread at a time; a step that meets another one is refused. :meth:`abort` may come at any moment,
+        as it is what the end of a stream calls that nobody holds any more, and so may
+        :meth:`prepare_grammar`.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Engine:
         self.choices = Choices(drafting.policy if drafting else "off", lanes)
         self.stats = EngineStats()
         self.grammar_table: GrammarTable | None = None  # until a reply needs one
+        self._grammar_lock = threading.Lock()
         self._num_requests = 0
         self._busy_thread: int | None = None  # where a step or an abortion is under way
         self._step_thread: int | None = None  # where the last one was
@@ -138,13 +140,26 @@ class Engine:
             grammar_table=self._table(tokenizer) if params.structured_outputs is not None else None,
         )
 
+    def prepare_grammar(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+        """Compiles what structured outputs there are, so that :meth:`new_request` finds it done.
+
+        For a thread beside the one that computes steps: a large schema takes some tenths of a second, and the
+        first one of all as long again for the vocabulary.
+
+        Raises:
+            ConfigError: It cannot be kept to.
+        """
+        if params.structured_outputs is not None:
+            self._table(tokenizer).grammar(params.structured_outputs, self.eos_token_ids)
+
     def _table(self, tokenizer: Tokenizer | None) -> GrammarTable:
         """The tokens as grammars need them, made once."""
-        if self.grammar_table is None:
-            assert tokenizer is not None
-            vocab_size = self.model.config.vocab_size
-            self.grammar_table = GrammarTable.of(tokenizer, vocab_size, self.eos_token_ids)
-        return self.grammar_table
+        with self._grammar_lock:
+            if self.grammar_table is None:
+                assert tokenizer is not None
+                vocab_size = self.model.config.vocab_size
+                self.grammar_table = GrammarTable.of(tokenizer, vocab_size, self.eos_token_ids)
+            return self.grammar_table
 
     def add(self, request: Request) -> None:
         """Lets the next steps compute the request, beside others."""

@@ -10,8 +10,10 @@ Following one takes 10 to 60 us a token with a vocabulary of 8192, and 50 us to 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,9 @@ _PICTURE = re.compile(r"^ *\d+ \| ", re.MULTILINE)
 # Most grammars that are kept compiled.
 _MAX_COMPILED = 32
 
+# Tokens of a text of a grammar that are tried before a reply begins.
+_NUM_PROBED = 4
+
 # Most characters of the library's reasons that a message quotes.
 _QUOTED = 300
 
@@ -54,6 +59,10 @@ class GrammarTable:
             not never begin a reply: some decoders drop a space there, with which the grammar would not match.
         encode: How the tokenizer itself would write a text that must follow, as far as its tokens make up
             the text; None to take the longest tokens.
+
+    Threading:
+        Grammars may be made in several threads while others are followed; compiling, which takes less than a
+        second whatever is to be compiled, keeps no other thread waiting. One grammar is one thread's.
     """
 
     def __init__(
@@ -100,7 +109,7 @@ class GrammarTable:
         return cls(tokens, alike, encode)
 
     def grammar(self, params: StructuredOutputsParams, end_token_ids: Iterable[int]) -> Grammar:
-        """The grammar at the beginning of a reply.
+        """The grammar at the beginning of a reply, compiled where none of the last ones was the same.
 
         Args:
             params: What the text must be.
@@ -109,40 +118,34 @@ class GrammarTable:
         Raises:
             ConfigError: It cannot be compiled, or no text that this vocabulary can write begins it.
         """
-        field, got = f"structured_outputs.{params.kind}", getattr(params, params.kind)
-        expected = "one that can be kept to"
-        try:
-            matcher, reason = self._compiled(self._source(params))
-        except ValueError as error:
-            raise ConfigError(field, got, expected, _short(error)) from error
-        if reason:
-            raise ConfigError(field, got, expected, reason)
+        matcher = self._matcher(params, "structured_outputs")
+        if max(params.control_token_ids, default=0) >= self.end:
+            got = params.control_token_ids
+            raise ConfigError("structured_outputs.control_token_ids", got, f"numbers below {self.end}")
         ends = [number for number in end_token_ids if not self.is_text[number]]
-        grammar = Grammar(self, matcher.deep_copy(), ends)
+        grammar = Grammar(self, matcher.deep_copy(), ends, params.control_token_ids)
         if grammar.is_finished:
+            field, got = f"structured_outputs.{params.kind}", getattr(params, params.kind)
             expected = "one with a text that the model's tokens can begin, not the empty text alone"
             raise ConfigError(field, got, expected, grammar.error or "")
         return grammar
 
-    def _source(self, params: StructuredOutputsParams) -> str:
-        """The grammar in the library's own form.
+    def _matcher(self, params: StructuredOutputsParams, name: str) -> LLMatcher:
+        """The library's state at the beginning, not to be changed.
 
         Raises:
-            ValueError: There is none.
+            ConfigError: It cannot be compiled; ``name`` or the name of its part is the field.
         """
-        from llguidance import LLMatcher, grammar_from
-
-        if params.kind in ("json", "json_object"):
-            # A schema may ask for leniency towards what cannot be kept to, which would then not be kept to.
-            defaults: JsonCompileOptions = {"whitespace_pattern": _WHITE_SPACE}
-            return LLMatcher.grammar_from_json_schema(params.schema, defaults, overrides={"lenient": False})
-        if params.kind == "regex":
-            return LLMatcher.grammar_from_regex(params.regex or "")
-        if params.kind == "choice":
-            return LLMatcher.grammar_from_regex("|".join(map(_as_regex, params.choice or ())))
-        if _TEMPERATURE.search(params.grammar or ""):
-            raise ValueError("a rule has temperature=, which is SamplingParams' to say")
-        return grammar_from("grammar", params.grammar or "")
+        try:
+            matcher, reason = self._compiled(_source(params))
+        except ValueError as error:
+            reason = _short(error)
+        if reason:
+            for key, part in params.parts.items():
+                self._matcher(part, f"{name}.parts.{key}")
+            got = getattr(params, params.kind)
+            raise ConfigError(f"{name}.{params.kind}", got, "one that can be kept to", reason)
+        return matcher
 
     def _compile(self, source: str) -> tuple[LLMatcher, str]:
         """The grammar at its beginning, and why it cannot be used, empty where it can."""
@@ -150,7 +153,16 @@ class GrammarTable:
 
         matcher = LLMatcher(self._inner, source, log_level=0, limits=self._limits)
         reasons = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
-        return matcher, _short("; ".join(reasons))
+        return matcher, _short("; ".join(reasons or self._first_steps(matcher.deep_copy())))
+
+    def _first_steps(self, matcher: LLMatcher) -> list[str]:
+        """Why a reply would break soon: what is too large shows where its parts are first looked at."""
+        for _ in range(_NUM_PROBED):
+            bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            allowed = np.unpackbits(bits, count=self.end, bitorder="little")
+            if matcher.is_error() or not allowed.any() or not matcher.consume_token(int(allowed.argmax())):
+                break
+        return [matcher.get_error()] if matcher.is_error() else []
 
     def _write(self, text: str | bytes) -> list[int]:
         """Tokens that make up a text: the tokenizer's own where they do, to the byte, else the longest."""
@@ -178,25 +190,35 @@ class Grammar:
         table: The vocabulary.
         matcher: The library's state, of this grammar alone.
         end_token_ids: Tokens that are no text and end the reply.
+        control_token_ids: Tokens that are no text and may be part of the reply, where the grammar names them.
     """
 
-    def __init__(self, table: GrammarTable, matcher: LLMatcher, end_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        table: GrammarTable,
+        matcher: LLMatcher,
+        end_token_ids: Sequence[int],
+        control_token_ids: Sequence[int] = (),
+    ) -> None:
         self._table, self._matcher = table, matcher
         self._end_token_ids = list(end_token_ids)
+        self._can_follow, self._can_begin = table.is_text, table.may_begin
+        if control_token_ids:
+            self._can_follow, self._can_begin = self._can_follow.copy(), self._can_begin.copy()
+            self._can_follow[list(control_token_ids)] = self._can_begin[list(control_token_ids)] = True
         self._has_begun = self._has_ended = False
         self._allowed: npt.NDArray[np.bool_] | None = None  # until a token is accepted
         self._error: str | None = None
 
     def copy(self) -> Grammar:
         """Another one at the same place."""
-        other = Grammar(self._table, self._matcher.deep_copy(), self._end_token_ids)
-        other._has_begun, other._has_ended = self._has_begun, self._has_ended
-        other._allowed, other._error = self._allowed, self._error
+        other = copy(self)
+        other._matcher = self._matcher.deep_copy()
         return other
 
     @property
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Which tokens may follow: text that the grammar takes, and end tokens where it may end.
+        """Which tokens may follow: what the grammar takes, and end tokens where it may end.
 
         There is at least one unless it is finished.
 
@@ -209,8 +231,8 @@ class Grammar:
 
     @property
     def is_finished(self) -> bool:
-        """Whether no text may follow: at the grammar's end, behind an end token, or after an error."""
-        return self._has_ended or not (self.allowed & self._table.is_text).any()
+        """Whether nothing may follow: at the grammar's end, behind an end token, or after an error."""
+        return self._has_ended or not (self.allowed & self._can_follow).any()
 
     @property
     def error(self) -> str | None:
@@ -236,7 +258,7 @@ class Grammar:
             flags[:] = False
         allowed, may_end = flags[: table.end], bool(flags[table.end])
         # A grammar can name tokens by their numbers; such as are no text stay out.
-        allowed &= table.is_text if self._has_begun else table.may_begin
+        allowed &= self._can_follow if self._has_begun else self._can_begin
         if may_end:
             allowed[self._end_token_ids] = True
         elif self._error is None and not allowed.any():
@@ -258,6 +280,34 @@ class _Wrapper:
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self._write(text)
+
+
+def _source(params: StructuredOutputsParams) -> str:
+    """The grammar in the library's own form.
+
+    Raises:
+        ValueError: There is none.
+    """
+    from llguidance import LLMatcher, grammar_from
+
+    if params.kind in ("json", "json_object"):
+        # A schema may ask for leniency towards what cannot be kept to, which would then not be kept to.
+        defaults: JsonCompileOptions = {"whitespace_pattern": _WHITE_SPACE}
+        return LLMatcher.grammar_from_json_schema(params.schema, defaults, overrides={"lenient": False})
+    if params.kind == "regex":
+        return LLMatcher.grammar_from_regex(params.regex or "")
+    if params.kind == "choice":
+        return LLMatcher.grammar_from_regex("|".join(map(_as_regex, params.choice or ())))
+    if _TEMPERATURE.search(params.grammar or ""):
+        raise ValueError("a rule has temperature=, which is SamplingParams' to say")
+    if not params.parts:
+        return grammar_from("grammar", params.grammar or "")
+    grammars: list[dict[str, Any]] = [{"lark_grammar": params.grammar}]
+    for name, part in params.parts.items():
+        source = _source(part)
+        each = {"lark_grammar": source} if part.kind == "grammar" else json.loads(source)["grammars"][0]
+        grammars.append({**each, "name": name})
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
 def _as_regex(text: str) -> str:
