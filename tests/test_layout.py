@@ -11,8 +11,8 @@ import pytest
 
 # ARCHITECTURE.md, section 3: imports point down this list only.
 ORDER = [
-    "__main__", "cli", "doctor", "bench", "llm", "conversation", "plan", "assembly", "engine", "models",
-    "layers", "moe", "transport", "worker", "cluster", "weights", "demo", "text", "outputs",
+    "__main__", "cli", "server", "doctor", "bench", "llm", "conversation", "plan", "assembly", "engine",
+    "models", "layers", "moe", "transport", "worker", "cluster", "weights", "demo", "text", "outputs",
     "sampling_params", "config", "prefill", "errors",
 ]  # fmt: skip
 LEAVES = {
@@ -83,7 +83,8 @@ def run_without(module: str, code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["torch", "transformers", "safetensors", "prompt_toolkit", "jinja2", "llguidance", "ray"]
+    "module",
+    ["torch", "transformers", "safetensors", "prompt_toolkit", "jinja2", "llguidance", "ray", "fastapi"],
 )
 def test_a_worker_needs_none_of_the_hosts_packages(module: str) -> None:
     run_without(

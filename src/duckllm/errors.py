@@ -14,6 +14,11 @@
     ├── DiskSpaceError            not enough room for what is about to be written
     ├── RequestError              a request that cannot be honoured
     │   └── PromptTooLongError        more tokens than the context holds
+    ├── ServerError               the server cannot serve a request now
+    │   ├── UnavailableError          it is loading or stopping
+    │   ├── OverloadedError           too many requests wait already
+    │   ├── UnreadError               nobody reads what is sent
+    │   └── EngineError               a step failed for a reason of our own
     └── ClusterError              the flock
         ├── WorkerUnavailableError    no worker answers at an address, or it would not start
         ├── ProtocolVersionError      a worker speaks another protocol version
@@ -142,6 +147,36 @@ class PromptTooLongError(RequestError):
     def __init__(self, got_tokens: int, limit_tokens: int) -> None:
         self.got_tokens, self.limit_tokens = got_tokens, limit_tokens
         super().__init__(f"prompt: got {got_tokens} tokens, expected at most {limit_tokens}")
+
+
+class ServerError(DuckError):
+    """The server cannot serve a request now."""
+
+
+class UnavailableError(ServerError):
+    """The server is loading or stopping."""
+
+
+class OverloadedError(ServerError):
+    """Too many requests wait already."""
+
+    def __init__(self, num_waiting: int, limit: int) -> None:
+        self.num_waiting, self.limit = num_waiting, limit
+        super().__init__(f"{num_waiting} replies are under way or wait, expected at most {limit}")
+
+
+class UnreadError(ServerError):
+    """Nobody reads what is sent."""
+
+    def __init__(self) -> None:
+        super().__init__("the reply was ended, as nobody read what had been sent of it")
+
+
+class EngineError(ServerError):
+    """A step failed for a reason of our own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(f"internal error: {kind} while the reply was computed (please report it)")
 
 
 class ClusterError(DuckError):

@@ -31,6 +31,7 @@ from duckllm.weights.checkpoint import load_json
 from duckllm.weights.recode import available_memory_bytes
 
 if TYPE_CHECKING:
+    from duckllm.engine.pool import RequestPool
     from duckllm.engine.request import Request
 
 Prompt = str | Sequence[int]
@@ -148,7 +149,7 @@ class LLM:
         except BaseException:
             self.close()
             raise
-        self.max_model_len = self._engine.max_model_len
+        self.max_model_len, self.max_num_seqs = self._engine.max_model_len, max_num_seqs
 
     def __enter__(self) -> LLM:
         return self
@@ -278,7 +279,33 @@ class LLM:
         is_conversation = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         token_ids = self.tokenizer.apply_chat_template(prompt) if is_conversation else self._encode(prompt)  # type: ignore[arg-type]
         [params] = self._params_for([prompt], sampling_params)
-        return self._stream(self._new_replies(token_ids, params))
+        return self._stream(self.new_requests(token_ids, params))
+
+    def new_requests(self, token_ids: Sequence[int], params: SamplingParams) -> list[Request]:
+        """The replies to a prompt, ``params.n`` of them, not yet run, for :meth:`new_pool`.
+
+        Any thread may make them while another computes.
+
+        Raises:
+            RequestError: The prompt cannot be honoured, or the LLM is closed.
+            ConfigError: The sampling names a token that the model does not have, or structured outputs that
+                cannot be kept to.
+        """
+        self._check_open()
+        first = self._engine.new_request(token_ids, params, self.tokenizer)
+        others = [
+            self._engine.new_request(
+                token_ids, params, self.tokenizer, request_id=first.request_id, index=index
+            )
+            for index in range(1, params.n)
+        ]
+        return [first, *others]
+
+    def new_pool(self) -> RequestPool:
+        """Requests for a caller that drives their steps itself; with no stream beside it."""
+        from duckllm.engine.pool import RequestPool
+
+        return RequestPool(self._engine)
 
     def _stream(self, replies: Sequence[Request]) -> Iterator[StreamOutput]:
         try:
@@ -301,7 +328,7 @@ class LLM:
         params: Sequence[SamplingParams],
     ) -> list[RequestOutput]:
         # Every prompt is checked before the first one is computed.
-        groups = [self._new_replies(ids, each) for ids, each in zip(token_ids, params, strict=True)]
+        groups = [self.new_requests(ids, each) for ids, each in zip(token_ids, params, strict=True)]
         requests = [request for replies in groups for request in replies]
         try:
             self._begin(requests)
@@ -330,17 +357,6 @@ class LLM:
     def _end(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self._engine.abort(request)
-
-    def _new_replies(self, token_ids: Sequence[int], params: SamplingParams) -> list[Request]:
-        self._check_open()
-        first = self._engine.new_request(token_ids, params, self.tokenizer)
-        others = [
-            self._engine.new_request(
-                token_ids, params, self.tokenizer, request_id=first.request_id, index=index
-            )
-            for index in range(1, params.n)
-        ]
-        return [first, *others]
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:

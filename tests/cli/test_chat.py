@@ -463,4 +463,4 @@ def test_facts_count_the_guesses() -> None:
 
 def test_every_verb_is_mounted() -> None:
     names = [command.name for command in app.registered_commands]
-    assert names == ["chat", "convert", "inspect", "plan", "doctor", "worker"]
+    assert names == ["chat", "serve", "convert", "inspect", "plan", "doctor", "worker"]

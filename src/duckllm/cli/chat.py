@@ -10,7 +10,6 @@ import dataclasses
 import json
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
@@ -24,15 +23,12 @@ from duckllm.cli.common import (
     describe_facts,
     describe_links,
     describe_shares,
-    parse_shares,
-    parse_workers,
     tell,
 )
+from duckllm.cli.model_options import ModelArgument, ModelOptions, takes_model_options
 from duckllm.cli.session import Session
 from duckllm.cli.terminal import ReplyWriter, keys_unseen, wrapped
-from duckllm.cluster import check_cluster
-from duckllm.cluster.token import read_token
-from duckllm.config import ClusterConfig, is_utf8, parse_size
+from duckllm.config import is_utf8
 from duckllm.errors import ConfigError, InWords
 from duckllm.sampling_params import SamplingParams
 from duckllm.weights.manifest import Manifest
@@ -59,32 +55,11 @@ Examples:
 """
 
 
+@takes_model_options
 def chat(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Model folder, converted or a Hugging Face checkpoint, or a model on the hub, org/name; "
-            "the demo model by default."
-        ),
-    ] = None,
+    *,
+    model: ModelArgument = None,
     prompt: Annotated[str | None, typer.Option(help="Ask this, print the answer and leave.")] = None,
-    workers: Annotated[
-        str | None,
-        typer.Option(
-            help="Number of workers to start (0 computes the experts in this process), or addresses of "
-            "running ones, a:port,b:port; by default 2 here, or with Ray one on each node.",
-            show_default=False,
-        ),
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help="Where workers come from: local (started here), static (the addresses of --workers) or ray "
-            "(placed and started again by Ray: this machine's, or ray:ADDRESS); by default local, or static "
-            "where there are addresses.",
-            show_default=False,
-        ),
-    ] = None,
     system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Choose from this many tokens; 0 from all.")] = None,
@@ -103,7 +78,6 @@ def chat(
         ),
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Most tokens of a conversation.")] = None,
     session: Annotated[
         str | None,
         typer.Option(
@@ -112,86 +86,7 @@ def chat(
             show_default=False,
         ),
     ] = None,
-    kv_cache_bytes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="<size>",
-            help="Memory of the KV cache, such as 2GiB; by default decided by the memory there is.",
-            show_default=False,
-        ),
-    ] = None,
-    kv_memory_bytes: Annotated[
-        str,
-        typer.Option(metavar="<size>", help="Memory for what leaves the KV cache, from where it comes back."),
-    ] = "0",
-    kv_disk_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for what was computed, which later runs go on from; a session has its own.",
-            show_default=False,
-        ),
-    ] = None,
-    kv_disk_bytes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="<size>", help="Most bytes in that folder; by default 16GiB.", show_default=False
-        ),
-    ] = None,
-    draft: Annotated[
-        str,
-        typer.Option(
-            help="Guess tokens ahead with the checkpoint's layer for it: auto (where it is measured to pay), "
-            "on, off, or stateless (without what was before, to compare). No answer depends on it."
-        ),
-    ] = "auto",
-    draft_tokens: Annotated[int, typer.Option(help="Most tokens guessed at once.")] = 1,
-    lanes: Annotated[
-        str,
-        typer.Option(
-            help="Compute one half of a step here while the workers compute the other: auto (where it is "
-            "measured to pay), on or off. No answer depends on it."
-        ),
-    ] = "auto",
-    wire_dtype: Annotated[str, typer.Option(help="Activations sent to workers: f32 or bf16.")] = "f32",
-    weight_format: Annotated[
-        str,
-        typer.Option("--format", help="Format that experts are computed in: fp9, fp8 or auto (the faster)."),
-    ] = "auto",
-    prefill: Annotated[
-        str,
-        typer.Option(
-            help="What a prompt's experts are computed with here: f32, or bf16, which rounds activations; "
-            "workers at addresses have an option of their own."
-        ),
-    ] = "f32",
-    threads_per_worker: Annotated[
-        int, typer.Option(help="Compute threads of each worker started here or by Ray; 0 divides the cores.")
-    ] = 0,
-    shares: Annotated[
-        str,
-        typer.Option(
-            help="How the experts are shared out: auto (by what workers elsewhere say of their speed and "
-            "memory), even, or a number for each worker, 1,2,4."
-        ),
-    ] = "auto",
-    share_folder: Annotated[
-        bool,
-        typer.Option(
-            "--share-folder/--no-share-folder",
-            help="Whether workers may open this model's folder by its path, where they find it.",
-        ),
-    ] = True,
-    spares: Annotated[
-        int,
-        typer.Option(
-            help="Workers that wait to take a lost one's place: so many more are started here, or the last "
-            "of the addresses."
-        ),
-    ] = 0,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(help="File with the secret that the workers at addresses share.", readable=False),
-    ] = None,
+    model_options: ModelOptions,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON object.")] = False,
 ) -> None:
     """Talk to a model whose routed experts run on worker processes.
@@ -203,21 +98,19 @@ def chat(
     changes["stop"] = stop or None
     overrides = {field: value for field, value in changes.items() if value is not None}
     question = _question(prompt, as_json)
-    options: dict[str, Any] = {"wire_dtype": wire_dtype, "weight_format": weight_format, "prefill": prefill}
-    options |= {"threads_per_worker": threads_per_worker, "share_folder": share_folder, "spares": spares}
-    options |= {"shares": parse_shares(shares), "cluster": cluster}
-    options = _cluster_options(workers, options, token_file)
+    model_options.arguments()  # refused, if they are, before anything of the session is
     _check_sampling(overrides)
     _check_utf8("system", system or "")
     with ExitStack() as stack:
         kept = None if session is None else stack.enter_context(Session(session))
         if kept is not None and kept.is_kept:
             kept.check(Manifest.load(resolve_model(model)).model_hash, system or None)
-        folder = kv_disk_dir if kept is None else kv_disk_dir or kept.pages_folder(draft)
-        options |= _cache_options(kv_cache_bytes, kv_memory_bytes, folder, kv_disk_bytes)
-        options |= {"draft": draft, "draft_tokens": draft_tokens, "lanes": lanes}
+        folder = model_options.kv_disk_dir
+        if kept is not None:
+            folder = folder or kept.pages_folder(model_options.draft)
+        options = model_options.arguments(folder)
         stack.enter_context(keys_unseen())
-        llm = stack.enter_context(_load(model, options, max_model_len))
+        llm = stack.enter_context(_load(model, options, model_options.max_model_len))
         tell(str(llm.memory()))
         info = llm.cluster_info()
         for words in (describe_shares(info.stripes), describe_links(info)):
@@ -300,15 +193,6 @@ def _title(model: str | None, session: Session | None, conversation: Conversatio
     return f"{title}\nsession {session.name}: {num_messages} messages, {len(conversation.token_ids)} tokens"
 
 
-def _cache_options(
-    cache_bytes: str | None, memory_bytes: str, disk_dir: Path | None, disk_bytes: str | None
-) -> dict[str, Any]:
-    """The arguments of LLM about the KV cache."""
-    sizes = {"kv_cache_bytes": cache_bytes, "kv_memory_bytes": memory_bytes, "kv_disk_bytes": disk_bytes}
-    parsed = {field: None if text is None else parse_size(field, text) for field, text in sizes.items()}
-    return {**parsed, "kv_disk_dir": disk_dir}
-
-
 def _question(prompt: str | None, as_json: bool) -> str | None:
     """The one question to answer, or None for a conversation."""
     if prompt is None and sys.stdin is not None and sys.stdin.isatty():
@@ -345,17 +229,6 @@ def _read_stdin() -> bytes:
             "stdin", InWords(f"more than {MAX_STDIN_BYTES} bytes"), "a question of at most that"
         )
     return data
-
-
-def _cluster_options(workers: str | None, options: dict[str, Any], token_file: Path | None) -> dict[str, Any]:
-    """The arguments of LLM about workers, known to be valid before anything is loaded."""
-    options = {**options, "cluster_token": read_token(token_file)}
-    parsed = None if workers is None else parse_workers(workers)
-    config = ClusterConfig(addresses=parsed if isinstance(parsed, tuple) else (), **options)
-    check_cluster(config)
-    if token_file is not None and config.kind != "static":
-        raise ConfigError("token_file", str(token_file), "none, as only workers at addresses need one")
-    return {"workers": parsed, **options}
 
 
 def _check_sampling(overrides: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ import typer
 from duckllm import __version__
 from duckllm.cli import chat as chat_verb
 from duckllm.cli import doctor as doctor_verb
+from duckllm.cli import serve as serve_verb
 from duckllm.cli.bench import bench
 from duckllm.cli.convert import convert
 from duckllm.cli.inspect import inspect
@@ -26,7 +27,9 @@ from duckllm.cli.worker import worker
 from duckllm.errors import DuckError, PlacementError
 
 # What only the extra "host" installs.
-HOST_PACKAGES = ("jinja2", "prompt_toolkit", "safetensors", "torch", "transformers")
+HOST_PACKAGES = frozenset(
+    ("fastapi", "jinja2", "prompt_toolkit", "pydantic", "safetensors", "torch", "transformers", "uvicorn")
+)
 
 app = typer.Typer(
     name="duckllm",
@@ -79,6 +82,7 @@ Examples:
 """
 
 app.command("chat", epilog=chat_verb.EXAMPLES)(chat_verb.chat)
+app.command("serve", epilog=serve_verb.EXAMPLES)(serve_verb.serve)
 app.command("convert", epilog=_CONVERT_EXAMPLES)(convert)
 app.command("inspect", epilog=_INSPECT_EXAMPLES)(inspect)
 app.command("plan", epilog=_PLAN_EXAMPLES)(plan)

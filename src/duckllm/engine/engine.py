@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, count, islice, pairwise
 
 import torch
 
@@ -63,7 +63,7 @@ class Engine:
 
     Threading:
         One thread at a time; a step that meets another one is refused. :meth:`abort` may come at any moment,
-        as it is what the end of a stream calls that nobody holds any more, and so may
+        as it is what the end of a stream calls that nobody holds any more, and so may :meth:`new_request` and
         :meth:`prepare_grammar`.
     """
 
@@ -105,12 +105,13 @@ class Engine:
         self.stats = EngineStats()
         self.grammar_table: GrammarTable | None = None  # until a reply needs one
         self._grammar_lock = threading.Lock()
-        self._num_requests = 0
+        self._request_numbers = count()
         self._busy_thread: int | None = None  # where a step or an abortion is under way
         self._step_thread: int | None = None  # where the last one was
         self._leaving: deque[Request] = deque()
         # Whose reply grows, and how many tokens it had before: an interruption may leave it half way.
         self._growing: tuple[Request, int] | None = None
+        self._scheduled: list[Scheduled] = []  # the last step
 
     def new_request(
         self,
@@ -123,13 +124,10 @@ class Engine:
     ) -> Request:
         """A request, not yet run; with the first one's ``request_id``, another reply to its prompt.
 
-        Arguments and errors as of :class:`Request`.
+        Any thread may make one while another computes. Arguments and errors as of :class:`Request`.
         """
-        if request_id is None:
-            request_id = str(self._num_requests)
-            self._num_requests += 1
         return Request(
-            request_id,
+            str(next(self._request_numbers)) if request_id is None else request_id,
             prompt_token_ids,
             params,
             vocab_size=self.model.config.vocab_size,
@@ -239,8 +237,16 @@ class Engine:
         finally:
             self._busy_thread = None
 
+    def concerned(self) -> list[Request]:
+        """Whom the exception that ended the last step concerns.
+
+        The request whose reply was being taken on, or else all of which the step computed something.
+        """
+        return [each.request for each in self._scheduled] if self._growing is None else [self._growing[0]]
+
     def _step(self) -> None:
-        step = self.scheduler.schedule()
+        self._scheduled = []
+        self._scheduled = step = self.scheduler.schedule()
         if not step:
             return
         watch = StepWatch(step, self.choices, self.scheduler.max_step_tokens)

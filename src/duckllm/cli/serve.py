@@ -1,0 +1,161 @@
+"""``duckllm serve``: a model behind OpenAI's and other APIs.
+
+Mounted by cli/main.py. Checks what it is given and binds the port; the rest is :mod:`duckllm.server.app`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from duckllm.cli.common import describe_shares, describe_workers, tell
+from duckllm.cli.model_options import ModelArgument, ModelOptions, takes_model_options
+from duckllm.cli.terminal import printable
+from duckllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from duckllm import LLM
+    from duckllm.server.engine_thread import LoadingProgress
+
+KEY_VARIABLE = "DUCKLLM_API_KEY"
+EXAMPLES = """\b
+Examples:
+  duckllm serve
+  duckllm serve /models/mine --workers 3 --port 8080
+  duckllm serve /models/mine --workers 10.0.0.11:7411,10.0.0.12:7411 --token-file token
+  duckllm serve /models/mine --host 0.0.0.0 --api-key-file key
+  curl http://127.0.0.1:8000/v1/chat/completions -H "content-type: application/json" \\
+    -d '{"messages": [{"role": "user", "content": "What is a duck?"}]}'
+"""
+
+
+@takes_model_options
+def serve(
+    *,
+    model: ModelArgument = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; beyond loopback there must be an API key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="<key>",
+            help="Key that requests must have; may be repeated. Who may list this machine's processes sees "
+            "it: better in $DUCKLLM_API_KEY, or in a file.",
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File with such keys, one a line, for nobody else to read.", readable=False),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Serve anybody who can reach --host, without a key.")
+    ] = False,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="<origin>",
+            help="Origin of pages that browsers may let ask here, https://example.org, or * for any; may be "
+            "repeated.",
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="<name>",
+            help="What clients call the model; by default the name of its folder, or as on the hub.",
+            show_default=False,
+        ),
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Most replies that are computed at a time.")] = 64,
+    max_waiting: Annotated[
+        int, typer.Option(help="Most replies that wait beside those; more are refused with 429.")
+    ] = 128,
+    shutdown_timeout_s: Annotated[
+        float,
+        typer.Option(
+            help="How long SIGTERM or Ctrl-C lets replies come to their end; a second one does not."
+        ),
+    ] = 30.0,
+    model_options: ModelOptions,
+) -> None:
+    """Serve a model to clients of OpenAI's API, and others, until stopped.
+
+    /health tells whether the model is loaded. API keys may also be in $DUCKLLM_API_KEY, where no list of
+    processes shows them.
+    """
+    from duckllm.server.app import ServerConfig
+    from duckllm.server.app import serve as run
+
+    config = ServerConfig(
+        host=host,
+        port=port,
+        api_keys=_keys(api_key or [], api_key_file),
+        is_insecure=insecure,
+        cors_origins=tuple(cors_origin or ()),
+        model_name=_name(model) if served_model_name is None else served_model_name,
+        max_waiting=max_waiting,
+        shutdown_timeout_s=shutdown_timeout_s,
+    )
+    options = model_options.arguments()
+
+    def load(progress: LoadingProgress) -> LLM:
+        from duckllm.weights.resolve import resolve_model
+
+        progress.stage = "finding the model"
+        folder = resolve_model(model)
+        progress.stage = "loading the model"
+        from duckllm import LLM
+
+        return LLM(folder, max_model_len=model_options.max_model_len, max_num_seqs=max_num_seqs, **options)
+
+    def on_ready(url: str, llm: LLM) -> None:
+        tell(str(llm.memory()))
+        info = llm.cluster_info()
+        if words := describe_shares(info.stripes):
+            tell(words)
+        print(f"Serving {printable(config.model_name)} at {url}, {describe_workers(info)}", flush=True)
+
+    run(config, load, on_ready)
+
+
+def _name(model: str | None) -> str:
+    """What clients call a model by default."""
+    if model is None:
+        return "demo"
+    name = Path(model).resolve().name if Path(model).exists() else model
+    return "".join(each if "!" <= each <= "~" else "-" for each in name) or "model"
+
+
+def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:
+    """The keys of the command line, the environment and a file.
+
+    Raises:
+        ConfigError: The file cannot be read, is open to others, or holds no key; or a key is none.
+    """
+    from duckllm.server.security import check_key
+
+    keys = [check_key("api_key", key) for key in given]
+    if key := os.environ.get(KEY_VARIABLE):
+        keys.append(check_key(KEY_VARIABLE, key))
+    if file is not None:
+        keys += [check_key("api_key_file", line) for line in _lines(file)]
+    return tuple(keys)
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        if file.stat().st_mode & 0o077:
+            raise ConfigError("api_key_file", str(file), "a file that nobody else may read", "chmod 600 it")
+        lines = [line.strip() for line in file.read_text(encoding="ascii").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror or "" if isinstance(error, OSError) else "it is not ASCII"
+        raise ConfigError("api_key_file", str(file), "a file that can be read", reason) from error
+    keys = [line for line in lines if line]
+    if not keys:
+        raise ConfigError("api_key_file", str(file), "a file with a key in it")
+    return keys

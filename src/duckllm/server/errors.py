@@ -1,0 +1,162 @@
+"""What a client sees of an error: a status, and the envelope of the API that it speaks.
+
+Used by every module of the server. Errors of ours become :class:`ApiError` by :func:`as_api_error`; nothing
+of any other error is shown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from duckllm.errors import (
+    ConfigError,
+    DuckError,
+    OverloadedError,
+    PromptTooLongError,
+    RequestError,
+    ServerError,
+    UnreadError,
+    WorkerLostError,
+    show_value,
+)
+
+RETRY_AFTER_S = 2
+# A client that went away before its reply: nobody sees the status, nginx's logs call it so.
+CLIENT_CLOSED_REQUEST = 499
+ANTHROPIC_PATHS = "/v1/messages"
+# The name of each of Anthropic's kinds of error, by status.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class ApiError(HTTPException):
+    """A refusal with all that the envelopes need.
+
+    Args:
+        status: Of HTTP.
+        message: One sentence.
+        kind: OpenAI's ``type``.
+        param: The field that it is about.
+        code: A name for programs.
+        facts: More members of the error object.
+        headers: Of the reply.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        facts: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, dict(headers or {}))
+        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+        self.facts = dict(facts or {})
+
+    def openai(self) -> dict[str, Any]:
+        """OpenAI's envelope."""
+        about = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": {**about, **self.facts}}
+
+    def anthropic(self) -> dict[str, Any]:
+        """Anthropic's envelope."""
+        kind = _ANTHROPIC_TYPES.get(
+            self.status, "api_error" if self.status >= 500 else "invalid_request_error"
+        )
+        return {"type": "error", "error": {"type": kind, "message": self.message, **self.facts}}
+
+    def envelope(self, path: str) -> dict[str, Any]:
+        """The envelope of the API that the path belongs to."""
+        return self.anthropic() if path.startswith(ANTHROPIC_PATHS) else self.openai()
+
+    def response(self, path: str) -> JSONResponse:
+        """The reply of HTTP, in the envelope of the API that the path belongs to."""
+        return JSONResponse(self.envelope(path), self.status, self.headers)
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """What a client is told of an error."""
+    if isinstance(error, ApiError):
+        return error
+    retry = {"retry-after": str(RETRY_AFTER_S)}
+    if isinstance(error, PromptTooLongError):
+        kind, limit = "exceed_context_size_error", error.limit_tokens + 1
+        message = (
+            f"the request has {error.got_tokens} tokens, expected at most {error.limit_tokens}, "
+            f"as the context holds {limit} and a reply needs one"
+        )
+        facts = {"n_prompt_tokens": error.got_tokens, "n_ctx": limit}
+        return ApiError(400, message, kind, param="messages", code=kind, facts=facts)
+    if isinstance(error, ConfigError):
+        return ApiError(400, str(error), param=error.field)
+    if isinstance(error, RequestError):
+        field = re.match(r"[\w.\[\]]+(?=: got )", str(error))
+        return ApiError(400, str(error), param=field[0] if field else None)
+    if isinstance(error, OverloadedError):
+        return ApiError(429, str(error), "rate_limit_error", code="overloaded", headers=retry)
+    if isinstance(error, UnreadError):
+        return ApiError(CLIENT_CLOSED_REQUEST, str(error), code="unread")
+    if isinstance(error, WorkerLostError):
+        return ApiError(503, str(error), "server_error", code="worker_lost", headers=retry)
+    if isinstance(error, ServerError):
+        return ApiError(503, str(error), "server_error", code="unavailable", headers=retry)
+    if isinstance(error, DuckError):
+        return ApiError(500, str(error), "server_error")
+    if isinstance(error, HTTPException):  # of the framework: no such path, or not by this method
+        kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+        messages = {404: "no such path", 405: "this path does not take that method"}
+        told = messages.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, told, kind, headers=error.headers)
+    return ApiError(500, "internal error (the server's log says where; please report it)", "server_error")
+
+
+def refuse(param: str, got: object, expected: str) -> ApiError:
+    """A field that cannot be honoured."""
+    return ApiError(400, f"{param}: got {show_value(got)}, expected {expected}", param=param)
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """What pydantic found first in a body."""
+    error = errors[0]
+    param = path_of([part for part in error["loc"] if part != "body"])
+    if error["type"] == "extra_forbidden":
+        return ApiError(
+            400, f"{param}: unknown field, which cannot be honoured", param=param, code="unknown_field"
+        )
+    if error["type"] == "missing":
+        return ApiError(400, f"{param or 'body'}: got nothing, expected a value", param=param or None)
+    if error["type"] == "json_invalid":
+        why = error.get("ctx", {}).get("error", "malformed")
+        return ApiError(400, f"body: got no valid JSON ({why}), expected a JSON object")
+    if not param:
+        return ApiError(400, "body: got no JSON object, expected one, sent as content-type: application/json")
+    message = str(error["msg"])
+    for prefix, instead in (("Input should be ", ""), ("Value error, ", ""), ("Assertion failed, ", "")):
+        message = message.replace(prefix, instead)
+    return ApiError(400, f"{param}: got {show_value(error.get('input'))}, expected {message}", param=param)
+
+
+def path_of(parts: Sequence[int | str]) -> str:
+    """A place in a body as people write it: ``messages[0].content``. Names in <> are of our unions."""
+    text = ""
+    for part in parts:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif not part.startswith("<"):
+            text += f".{part}" if text else part
+    return text

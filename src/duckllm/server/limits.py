@@ -1,0 +1,214 @@
+"""Limits on what clients send: sizes of bodies and of what is in them, and times for sending and reading.
+
+Checked before anything is computed. The figures are far above what clients that work send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import h11
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from duckllm.server.errors import ApiError, refuse
+
+MAX_BODY_BYTES = 16 << 20
+# Bodies that are being read, all together: as many clients as like may send one.
+MAX_BODIES_BYTES = 16 * MAX_BODY_BYTES
+# Of a body that is too large, what is read and thrown away so that its sender reads the refusal.
+_DRAINED_BYTES = 2 * MAX_BODY_BYTES
+MAX_HEADER_BYTES = 64 << 10
+MAX_MESSAGES = 10_000
+MAX_TOOLS = 512
+MAX_N = 128  # OpenAI's
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 4096
+MAX_SCHEMA_DEPTH = 64
+MAX_SCHEMA_BYTES = 256 << 10
+MAX_GRAMMAR_BYTES = 64 << 10
+HEADERS_TIMEOUT_S = 20.0
+BODY_TIMEOUT_S = 60.0
+UNREAD_TIMEOUT_S = 30.0
+
+
+def check_sizes(field: str, value: object) -> None:
+    """Refuses JSON that is nested too deeply or too large for a schema.
+
+    Raises:
+        ApiError: Names the field.
+    """
+    waiting: list[tuple[object, int]] = [(value, 1)]
+    num_bytes = 0
+    while waiting:
+        item, depth = waiting.pop()
+        if depth > MAX_SCHEMA_DEPTH:
+            raise refuse(field, f"more than {MAX_SCHEMA_DEPTH} levels", f"at most {MAX_SCHEMA_DEPTH} levels")
+        if isinstance(item, Mapping):
+            num_bytes += sum(len(str(key)) + 4 for key in item)
+            waiting += [(each, depth + 1) for each in item.values()]
+        elif isinstance(item, list):
+            num_bytes += 2 * len(item)
+            waiting += [(each, depth + 1) for each in item]
+        else:
+            num_bytes += len(item) if isinstance(item, str) else 8
+        if num_bytes > MAX_SCHEMA_BYTES:
+            raise refuse(field, f"more than {MAX_SCHEMA_BYTES} bytes", f"at most {MAX_SCHEMA_BYTES} bytes")
+
+
+def check_grammar(field: str, values: Mapping[str, Any]) -> None:
+    """Refuses an expression, choice or grammar that is too long, or a schema that :func:`check_sizes` does.
+
+    Raises:
+        ApiError: Names the field.
+    """
+    for name in ("regex", "grammar"):
+        if values.get(name) is not None and len(values[name]) > MAX_GRAMMAR_BYTES:
+            got = f"{len(values[name])} characters"
+            raise refuse(f"{field}.{name}", got, f"at most {MAX_GRAMMAR_BYTES} characters")
+    check_sizes(f"{field}.choice", values.get("choice"))
+    check_sizes(f"{field}.json", values.get("json"))
+
+
+class BodyLimit:
+    """Reads a request's body before anybody else, up to a size and within a time.
+
+    Args:
+        app: Gets the body in one piece.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._num_bytes = 0  # of all bodies that are being read
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes the request on, or refuses it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                if not await self._read(scope, receive, body):
+                    return
+        except TimeoutError:
+            error = ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:.0f} s", headers=_CLOSE)
+            await error.response(scope["path"])(scope, receive, send)
+            return
+        except ApiError as error:
+            await error.response(scope["path"])(scope, receive, send)
+            return
+        finally:
+            self._num_bytes -= len(body)
+        whole: Message | None = {"type": "http.request", "body": bytes(body), "more_body": False}
+        del body
+
+        async def receive_whole() -> Message:
+            nonlocal whole
+            if whole is None:
+                return await receive()
+            message, whole = whole, None
+            return message
+
+        await self._app(scope, receive_whole, send)
+
+    async def _read(self, scope: Scope, receive: Receive, body: bytearray) -> bool:
+        """Fills ``body``; whether the client is still there."""
+        num_bytes, error = 0, None
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if length.isdigit() and int(length) > MAX_BODY_BYTES:
+            error = self._too_large()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return False
+            piece = message.get("body", b"")
+            num_bytes += len(piece)
+            if error is None and num_bytes > MAX_BODY_BYTES:
+                error = self._too_large()
+            elif error is None and self._num_bytes + len(piece) > MAX_BODIES_BYTES:
+                error = ApiError(503, "too many large requests at a time", "server_error", headers=_CLOSE)
+            if error is None:
+                body += piece
+                self._num_bytes += len(piece)
+            elif num_bytes > _DRAINED_BYTES:
+                raise error
+            if not message.get("more_body", False):
+                break
+        if error is not None:
+            raise error
+        return True
+
+    def _too_large(self) -> ApiError:
+        message = f"body: got more than {MAX_BODY_BYTES} bytes, expected at most that"
+        return ApiError(413, message, code="request_too_large", headers=_CLOSE)
+
+
+_CLOSE = {"connection": "close"}
+
+
+class LimitedProtocol(H11Protocol):
+    """HTTP/1.1 whose clients have limited time for headers and for reading what was sent to them."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._headers, self._unread = _Timer(HEADERS_TIMEOUT_S), _Timer(UNREAD_TIMEOUT_S)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected: its headers are awaited."""
+        super().connection_made(transport)
+        self._watch_headers()
+
+    def data_received(self, data: bytes) -> None:
+        """Takes what came; a request whose headers are not whole has until the time for them is over."""
+        super().data_received(data)
+        self._watch_headers()
+
+    def _watch_headers(self) -> None:
+        is_idle = self.conn.their_state is h11.IDLE
+        if self.cycle is None or (is_idle and self.conn.trailing_data[0]):
+            self._headers.start(self.transport)
+        else:
+            self._headers.stop()
+
+    def pause_writing(self) -> None:
+        """Nobody reads as fast as is sent; for long, and the connection is cut."""
+        super().pause_writing()
+        self._unread.start(self.transport)
+
+    def resume_writing(self) -> None:
+        """What was sent has been read."""
+        super().resume_writing()
+        self._unread.stop()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Closes an idle connection, whether or not its client reads what is left."""
+        super().timeout_keep_alive_handler()
+        self._unread.start(self.transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is over."""
+        super().connection_lost(exc)
+        self._headers.stop()
+        self._unread.stop()
+
+
+class _Timer:
+    """Cuts a connection after a while, unless it is stopped."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self, transport: asyncio.Transport) -> None:
+        """Time counts from now, or from the first start without a stop."""
+        if self._handle is None:
+            self._handle = asyncio.get_running_loop().call_later(self._seconds, transport.abort)
+
+    def stop(self) -> None:
+        """It does not go off."""
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None

@@ -1,0 +1,67 @@
+"""``/v1/models``: the one model that is served; and what it is called.
+
+Mounted by :mod:`duckllm.server.app`; every API asks :class:`ServedModel` for the model's names.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter
+
+from duckllm.server.chat_service import ChatService
+from duckllm.server.errors import ApiError
+from duckllm.server.openai_requests import check_model
+from duckllm.server.routing import new_router
+
+
+class ServedModel:
+    """The model as clients know it.
+
+    Args:
+        name: What it is called.
+        service: Serves it.
+
+    Attributes:
+        names: What it may be called in requests, its own name first.
+    """
+
+    def __init__(self, name: str, service: ChatService) -> None:
+        self.names, self._service = (name,), service
+        self.created = int(time.time())
+
+    def fingerprint(self) -> str:
+        """What replies depend on beside the request: the model's weights."""
+        return f"fp_{self._service.llm.model_hash[:12]}"
+
+    def card(self) -> dict[str, Any]:
+        """The model in OpenAI's form, with vLLM's name for its context length."""
+        length = self._service.llm.max_model_len
+        about = {"id": self.names[0], "object": "model", "created": self.created, "owned_by": "duckllm"}
+        return {**about, "max_model_len": length, "context_length": length}
+
+
+def router(service: ChatService, model: ServedModel) -> APIRouter:
+    """The paths about models, and embeddings, which no model here has."""
+    routes = new_router("OpenAI")
+
+    @routes.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        """The models that are served."""
+        return {"object": "list", "data": [model.card()]}
+
+    @routes.get("/v1/models/{name:path}")
+    async def retrieve_model(name: str) -> dict[str, Any]:
+        """One of them."""
+        check_model(name, model.names)
+        return model.card()
+
+    @routes.post("/v1/embeddings")
+    async def create_embeddings() -> None:
+        """Refused: models that write text have no embedding of one."""
+        raise ApiError(
+            501, "embeddings: this server's model writes text and has none", code="not_implemented"
+        )
+
+    return routes

@@ -1,0 +1,19 @@
+"""One server for the session: the demo model, two workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from server_harness import ServerProcess, running_server
+
+
+@pytest.fixture(scope="session")
+def server(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server for tests that leave it as it was. At its end nothing may have gone wrong unsaid."""
+    log = tmp_path_factory.mktemp("server") / "stderr"
+    with running_server(log, "--workers", "2") as running:
+        yield running
+        assert running.stop() == 0
+    assert "error" not in log.read_text().lower()
