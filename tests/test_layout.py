@@ -11,9 +11,9 @@ import pytest
 
 # ARCHITECTURE.md, section 3: imports point down this list only.
 ORDER = [
-    "__main__", "cli", "server", "doctor", "bench", "llm", "conversation", "plan", "assembly", "engine",
-    "models", "layers", "moe", "transport", "worker", "cluster", "weights", "demo", "text", "outputs",
-    "sampling_params", "config", "prefill", "errors",
+    "__main__", "cli", "server", "doctor", "bench", "llm", "conversation", "plan", "assembly",
+    "engine", "models", "layers", "kernels", "moe", "transport", "worker", "cluster", "weights", "demo",
+    "text", "outputs", "sampling_params", "config", "prefill", "errors",
 ]  # fmt: skip
 LEAVES = {
     "text",

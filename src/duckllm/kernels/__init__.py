@@ -1,0 +1,1 @@
+"""Triton kernels for a host with an NVIDIA GPU, from compute capability 8.0 on."""
