@@ -15,7 +15,8 @@ from typing import Any, Protocol
 from duckllm.errors import CacheFormatError, ConfigError, RequestError
 from duckllm.outputs import RequestOutput, StreamOutput
 from duckllm.sampling_params import SamplingParams
-from duckllm.text.tokenizer import Tokenizer, check_messages
+from duckllm.text.messages import check_messages
+from duckllm.text.tokenizer import Tokenizer
 from duckllm.weights.files import write_atomically
 
 FORMAT_VERSION = 1

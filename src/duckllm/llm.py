@@ -27,6 +27,8 @@ from duckllm.models.registry import check_context, open_model
 from duckllm.outputs import EngineMetrics, RequestOutput, StreamOutput, WorkerTimes
 from duckllm.sampling_params import SamplingParams
 from duckllm.text import Tokenizer
+from duckllm.text.chat_format import chat_format
+from duckllm.text.messages import as_messages
 from duckllm.weights.checkpoint import load_json
 from duckllm.weights.recode import available_memory_bytes
 
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from duckllm.engine.request import Request
 
 Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
@@ -134,6 +136,7 @@ class LLM:
         try:
             cluster = None if in_process else begin_workers(stack, opened, cluster_config, step_config)
             self.tokenizer = Tokenizer(opened.path)
+            self._format = chat_format(self.tokenizer)
             self._engine, self._experts, self._memory = build_engine(
                 stack,
                 opened,
@@ -236,6 +239,7 @@ class LLM:
 
         Args:
             messages: A conversation, ``[{"role": "user", "content": "..."}, ...]``, or a list of them.
+                Earlier calls of tools and their results have the form of OpenAI's API.
             sampling_params: For all conversations, or one for each; None for the model's own defaults.
 
         Raises:
@@ -250,7 +254,7 @@ class LLM:
         one = len(messages) == 0 or isinstance(messages[0], Mapping)
         conversations: list[Any] = [messages] if one else list(messages)
         params = self._params_for(conversations, sampling_params)
-        token_ids = [self.tokenizer.apply_chat_template(conversation) for conversation in conversations]
+        token_ids = [self._prompt_of(conversation) for conversation in conversations]
         return self._run_all([None] * len(token_ids), token_ids, params)
 
     def stream(
@@ -277,7 +281,7 @@ class LLM:
             ...     print(output.text, end="", flush=True)
         """
         is_conversation = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-        token_ids = self.tokenizer.apply_chat_template(prompt) if is_conversation else self._encode(prompt)  # type: ignore[arg-type]
+        token_ids = self._prompt_of(prompt) if is_conversation else self._encode(prompt)
         [params] = self._params_for([prompt], sampling_params)
         return self._stream(self.new_requests(token_ids, params))
 
@@ -361,6 +365,9 @@ class LLM:
     def _check_open(self) -> None:
         if not self._finalizer.alive:
             raise RequestError("this LLM is closed, expected one that is open")
+
+    def _prompt_of(self, messages: Any) -> list[int]:
+        return list(self._format.prompt(as_messages(messages)).token_ids)
 
     def _encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):

@@ -119,7 +119,7 @@ def test_spaces_before_punctuation_survive_whatever_the_folder_says(copy: Path) 
 def test_a_missing_template_is_said_when_it_is_needed(copy: Path) -> None:
     edit(copy / "tokenizer_config.json", chat_template=None)
     tokenizer = Tokenizer(copy)
-    assert not tokenizer.has_chat_template
+    assert tokenizer.chat_template is None
     assert tokenizer.encode("hi")
     with pytest.raises(CheckpointError, match=r"chat_template: .* has none"):
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])

@@ -37,7 +37,8 @@ class ChatMessage:
         content: The text; of parts, one behind the other.
         reasoning_content: What an assistant thought before its content; None for nothing or not known.
         tool_calls: What an assistant asked for.
-        tool_call_id: The call that a tool's content is the result of.
+        tool_call_id: The call that a tool's content is the result of; None for the first that has none.
+        name: Who of several it is, for templates that know names.
     """
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -45,6 +46,7 @@ class ChatMessage:
     reasoning_content: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
+    name: str | None = None
 
 
 @dataclass(frozen=True)

@@ -41,10 +41,10 @@ def spelled_in(message: Any, controls: Iterable[str]) -> set[str]:
     return found
 
 
-def free_mark(texts: Iterable[str]) -> str:
+def free_mark(texts: Iterable[str], char: str = "\ue000") -> str:
     """A string that none of ``texts`` holds: more private characters than are in a row anywhere."""
-    runs = (run for text in texts for run in re.findall("\ue000+", text))
-    return "\ue000" * (1 + max(map(len, runs), default=0))
+    runs = (run for text in texts for run in re.findall(f"{char}+", text))
+    return char * (1 + max(map(len, runs), default=0))
 
 
 def put_marks(message: Mapping[str, Any], controls: Iterable[str], mark: str) -> dict[str, Any]:

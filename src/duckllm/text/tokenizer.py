@@ -13,10 +13,11 @@ from typing import Any
 
 from duckllm.errors import CheckpointError, RequestError
 from duckllm.text.byte_tokens import byte_level_bytes, byte_level_spelling, fallback_byte, mend_fallback_bytes
+from duckllm.text.chat_template import ChatTemplate, JinjaTemplate, Message
 from duckllm.text.control_text import control_texts, free_mark, put_marks, spelled_in, texts_of
-from duckllm.text.loading import first_line, load_tokenizer, read_json_object
-
-ROLES = ("system", "user", "assistant")
+from duckllm.text.formats.deepseek_v32 import DeepseekV32Template
+from duckllm.text.loading import load_tokenizer, read_json_object
+from duckllm.text.messages import check_messages
 
 
 class Tokenizer:
@@ -28,8 +29,10 @@ class Tokenizer:
     Attributes:
         eos_token_ids: The tokens that end a reply, ascending.
         special_token_ids: The tokens that :meth:`decode` leaves out.
+        special_texts: Their spellings.
         control_token_ids: These, and others that steer the model and are no text of its own.
         bos_token_id: The token that begins a text, or None.
+        chat_template: How the folder says that conversations are written; None where it does not.
         max_token_id: The highest id of any token. A model may have rows for more, which no token has.
 
     Raises:
@@ -45,9 +48,11 @@ class Tokenizer:
         self.eos_token_ids = self._find_eos_token_ids()
         added = self._inner.added_tokens_decoder
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._special_texts = frozenset(token.content for token in added.values() if token.special)
+        self.special_texts = frozenset(token.content for token in added.values() if token.special)
+        self.chat_template = self._find_template()
         self._control_texts = control_texts(
-            ((token.content, token.special) for token in added.values()), str(self._inner.chat_template or "")
+            ((token.content, token.special) for token in added.values()),
+            "" if self.chat_template is None else self.chat_template.source,
         )
         self.control_token_ids = self.special_token_ids | {
             token_id for token_id, token in added.items() if token.content in self._control_texts
@@ -69,11 +74,6 @@ class Tokenizer:
         )
         self._template_begins_with_bos = self._probe_template()
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the folder says how a conversation is written."""
-        return bool(self._inner.chat_template)
-
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, begun by BOS exactly once where the tokenizer, template or text begins so.
 
@@ -87,25 +87,56 @@ class Tokenizer:
         begins_with_bos = self._adds_bos or self._template_begins_with_bos or ids[:1] == [self.bos_token_id]
         return self._with_one_bos(ids) if begins_with_bos else ids
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] = (),
+        options: Message | None = None,
+        own_texts: Mapping[str, str] | None = None,
+    ) -> list[int]:
         """Token ids of a conversation, ending where the assistant's reply begins.
 
-        Control tokens come from the template alone: one that is spelled in a message is ordinary text there,
-        cut behind its first character, with the same characters when decoded. The one exception are tokens
-        that are not flagged as special and that the template itself looks for in replies (``</think>``).
+        Control tokens come from the template alone: one that is spelled in a message, a tool or an option is
+        ordinary text there, cut behind its first character, with the same characters when decoded. The one
+        exception are tokens that are not flagged as special and that the template itself looks for in
+        replies (``</think>``).
 
         Args:
-            messages: ``{"role": "system" | "user" | "assistant", "content": text}``, oldest first.
+            messages: ``{"role": "system" | "user" | "assistant" | "tool", "content": text}`` and what else
+                the template knows (``tool_calls``, ``reasoning_content``), oldest first.
+            tools: ``{"type": "function", "function": {...}}``, for templates that know tools.
+            options: More names for the template.
+            own_texts: Texts with control tokens of their own that take the place of others in messages.
 
         Raises:
             RequestError: A message is malformed, or the template refuses the conversation.
             CheckpointError: The folder has no chat template, or a broken one.
         """
-        ids = self._encode_pieces(self._pieces(check_messages(messages)))
+        return self.encode_pieces(self.render_chat(messages, tools, options, own_texts))
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] = (),
+        options: Message | None = None,
+        own_texts: Mapping[str, str] | None = None,
+    ) -> list[str]:
+        """What :meth:`apply_chat_template` encodes: the text, cut inside each control token that is none.
+
+        Args and errors as there.
+        """
+        pieces = self._pieces(check_messages(messages), tools, options or {})
+        for stand_in, text in (own_texts or {}).items():
+            pieces = [piece.replace(stand_in, text) for piece in pieces]
+        return pieces
+
+    def encode_pieces(self, pieces: Sequence[str]) -> list[int]:
+        """Token ids of a rendered conversation, each piece encoded for itself, with one BOS."""
+        ids = self._encode_pieces(pieces)
         return self._with_one_bos(ids) if self._adds_bos or ids[:1] == [self.bos_token_id] else ids
 
     def continue_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, keep_replies: bool = True
+        self, messages: Sequence[Message], *, keep_replies: bool = True
     ) -> list[int] | None:
         """Token ids of what the template writes behind the last reply of a conversation.
 
@@ -126,7 +157,7 @@ class Tokenizer:
         """
         check_messages(messages)
         last = max(number for number, message in enumerate(messages) if message["role"] == "assistant")
-        stand_in = free_mark([str(self._inner.chat_template), *_all_texts(messages)])
+        stand_in = free_mark([self._template().source, *_all_texts(messages)])
         hidden = [
             {**message, "content": stand_in} if message["role"] == "assistant" else message
             for message in messages
@@ -140,19 +171,22 @@ class Tokenizer:
         if not "".join(self._pieces(hidden[:last])).startswith("".join(pieces[:found]) + before):
             return None
         if not keep_replies:
-            said = self._render(messages[:last]) + messages[last]["content"]
-            if not self._render(messages).startswith(said):
+            said = self._render(_Given(messages[:last])) + messages[last]["content"]
+            if not self._render(_Given(messages)).startswith(said):
                 return None
         ids = self._encode_pieces([after, *pieces[found + 1 :]])
         return ids if ids and self._encode_pieces(pieces)[-len(ids) :] == ids else None
 
-    def _pieces(self, messages: Sequence[Mapping[str, str]]) -> list[str]:
-        """The rendered conversation, cut inside each control token that a message spells."""
-        text = self._render(messages)
+    def _pieces(
+        self, messages: Sequence[Message], tools: Sequence[Message] = (), options: Message | None = None
+    ) -> list[str]:
+        """The rendered conversation, cut inside each control token that is spelled in what is rendered."""
+        given = _Given(messages, tools, options or {})
+        text = self._render(given)
         _check_unicode(text, "messages")
-        spelled = set().union(*(spelled_in(message, self._control_texts) for message in messages))
-        self._refuse_hidden(messages, spelled)
-        return self._render_in_pieces(messages, text, spelled) if spelled else [text]
+        spelled = set().union(*(spelled_in(each, self._control_texts) for each in given.all))
+        self._refuse_hidden(given, spelled)
+        return self._render_in_pieces(given, text, spelled) if spelled else [text]
 
     def _encode_pieces(self, pieces: Sequence[str]) -> list[int]:
         return [token_id for piece in pieces for token_id in self._encode(piece, "messages")]
@@ -220,57 +254,45 @@ class Tokenizer:
             start += 1
         return [self.bos_token_id, *ids[start:]]
 
-    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        import jinja2
+    def _find_template(self) -> ChatTemplate | None:
+        if self._inner.chat_template:
+            return JinjaTemplate(self._inner, self.folder)
+        model_type = read_json_object(self.folder / "config.json").get("model_type")
+        own = DeepseekV32Template()
+        is_v32 = model_type == "deepseek_v32" and own.control_tokens <= self._inner.get_vocab().keys()
+        return own if is_v32 else None
 
-        if not self.has_chat_template:
+    def _template(self) -> ChatTemplate:
+        if self.chat_template is None:
             raise CheckpointError(
                 f"chat_template: {self.folder} has none, expected one in tokenizer_config.json "
                 "or chat_template.jinja"
             )
-        try:
-            text: str = self._inner.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
-            )
-        except jinja2.TemplateSyntaxError as error:
-            raise CheckpointError(
-                f"chat_template: {self.folder} has a broken one at line {error.lineno}: {error.message}"
-            ) from error
-        except jinja2.TemplateError as error:
-            raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
-        except Exception as error:  # a template is a program; whatever it raises is the folder's fault
-            raise CheckpointError(
-                f"chat_template: {self.folder} has a broken one: {first_line(error)}"
-            ) from error
-        return text
+        return self.chat_template
 
-    def _render_in_pieces(
-        self, messages: Sequence[Mapping[str, str]], text: str, spelled: set[str]
-    ) -> list[str]:
-        """``text``, the rendered conversation, cut inside each control token that a message spells."""
-        mark = free_mark([text, str(self._inner.chat_template), *_all_texts(messages)])
+    def _render(self, given: _Given) -> str:
+        return self._template().render(given.messages, given.tools, given.options)
+
+    def _render_in_pieces(self, given: _Given, text: str, spelled: set[str]) -> list[str]:
+        """``text``, the rendered conversation, cut inside each control token that is spelled in it."""
+        mark = free_mark([text, self._template().source, *given.texts])
 
         def marked(in_replies: set[str], elsewhere: set[str]) -> str:
-            return self._render(
-                [
-                    put_marks(message, in_replies if message["role"] == "assistant" else elsewhere, mark)
-                    for message in messages
-                ]
-            )
+            return self._render(given.marked(in_replies, elsewhere, mark))
 
         looked_for = {
             control
-            for control in spelled - self._special_texts
+            for control in spelled - self.special_texts
             if marked({control}, set()).replace(mark, "") != text
         }
         return marked(spelled - looked_for, spelled).split(mark)
 
-    def _refuse_hidden(self, messages: Sequence[Mapping[str, str]], spelled: set[str]) -> None:
+    def _refuse_hidden(self, given: _Given, spelled: set[str]) -> None:
         """Refuses a control token that only the tokenizer's normalisation spells, as of wide letters."""
         normalizer = getattr(getattr(self._inner, "backend_tokenizer", None), "normalizer", None)
         if normalizer is None:
             return
-        for text in _all_texts(messages):
+        for text in given.texts:
             normalized = {"content": normalizer.normalize_str(text)}
             for control in spelled_in(normalized, self._control_texts) - spelled:
                 raise RequestError(
@@ -278,10 +300,10 @@ class Tokenizer:
                 )
 
     def _probe_template(self) -> bool:
-        if self.bos_token_id is None or not self.has_chat_template:
+        if self.bos_token_id is None or self.chat_template is None:
             return False
         try:
-            text = self._render([{"role": "user", "content": "a"}])
+            text = self._render(_Given([{"role": "user", "content": "a"}]))
         except (CheckpointError, RequestError):
             return False  # said again, and loudly, to whoever uses the template
         return text.startswith(str(self._inner.bos_token))
@@ -293,36 +315,35 @@ class Tokenizer:
         return tuple(sorted(token_id for token_id in found if isinstance(token_id, int)))
 
 
-def check_messages(messages: Sequence[Mapping[str, str]]) -> Sequence[Mapping[str, str]]:
-    """``messages`` unchanged, once every one of them is known to be well formed.
+class _Given:
+    """What a template is given, all of which somebody else may have written."""
 
-    Raises:
-        RequestError: Names the message and the field, what was got and what is expected.
-    """
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        raise RequestError(f"messages: got {type(messages).__name__}, expected a list of messages")
-    if not messages:
-        raise RequestError("messages: got none, expected at least one")
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise RequestError(
-                f"messages[{number}]: got {type(message).__name__}, expected an object with role and content"
-            )
-        for field in ("role", "content"):
-            if field not in message:
-                raise RequestError(f"messages[{number}].{field}: got nothing, expected a value")
-        if message["role"] not in ROLES:
-            raise RequestError(
-                f"messages[{number}].role: got {message['role']!r}, expected one of {', '.join(ROLES)}"
-            )
-        if not isinstance(message["content"], str):
-            raise RequestError(
-                f"messages[{number}].content: got {type(message['content']).__name__}, expected text"
-            )
-    return messages
+    def __init__(
+        self, messages: Sequence[Message], tools: Sequence[Message] = (), options: Message | None = None
+    ) -> None:
+        self.messages, self.tools, self.options = messages, tools, options or {}
+
+    @property
+    def all(self) -> list[Message]:
+        """Messages, tools and options."""
+        return [*self.messages, *self.tools, {"options": self.options}]
+
+    @property
+    def texts(self) -> list[str]:
+        """Every text in it, but for roles."""
+        return _all_texts(self.all)
+
+    def marked(self, in_replies: set[str], elsewhere: set[str], mark: str) -> _Given:
+        """The same with a mark in these control texts, by who spells them."""
+        messages = [
+            put_marks(message, in_replies if message["role"] == "assistant" else elsewhere, mark)
+            for message in self.messages
+        ]
+        tools = [put_marks(tool, elsewhere, mark) for tool in self.tools]
+        return _Given(messages, tools, put_marks({"options": self.options}, elsewhere, mark)["options"])
 
 
-def _all_texts(messages: Sequence[Mapping[str, str]]) -> list[str]:
+def _all_texts(messages: Sequence[Message]) -> list[str]:
     return [text for message in messages for text in texts_of(message)]
 
 
