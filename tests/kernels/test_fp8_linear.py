@@ -9,7 +9,7 @@ pytestmark = pytest.mark.gpu
 fp8_linear = pytest.importorskip("duckllm.kernels.fp8_linear", reason="needs Triton and an NVIDIA GPU")
 
 # Sizes that 16, 64 and 128 do and do not divide, and one that is split along K.
-SHAPES = [(64, 128), (200, 300), (1, 1), (129, 257), (576, 7168), (2304, 1536)]
+SHAPES = [(64, 128), (192, 256), (200, 300), (1, 1), (129, 257), (576, 7168), (2304, 1536)]
 
 
 def random_weight(out_features: int, in_features: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -33,7 +33,7 @@ def workspace() -> object:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("num_rows", [1, 2, 7, 16, 17, 64, 65, 300])
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 16, 17, 64, 65, 128, 300])
 def test_products_are_those_of_float64(
     shape: tuple[int, int], num_rows: int, workspace: fp8_linear.Workspace
 ) -> None:

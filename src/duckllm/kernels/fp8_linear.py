@@ -24,6 +24,7 @@ SCALE_BLOCK = 128
 DECODE_ROWS = 16
 # Most rows that are computed in groups of that; more go through tiles that read a weight once for 128 rows.
 MAX_GROUPED_ROWS = 64
+TILE_ROWS = 128
 # Largest number of a row's block after its factor: f16 has room above, and small ones keep their bits.
 _TOP: tl.constexpr = tl.constexpr(256.0)
 
@@ -38,7 +39,8 @@ class HalfRows:
         num_rows: M.
 
     Shapes:
-        values: [R, K] f16, R being M or the next multiple of 16; factors: [ceil(K / 128), R] f32
+        values: [R, K] f16, R being M or the next multiple of 16, or above 64 of 128;
+        factors: [ceil(K / 128), R] f32
     """
 
     values: torch.Tensor
@@ -56,7 +58,8 @@ def to_half_rows(x: torch.Tensor) -> HalfRows:
         x: [M, K] bf16 or f32, cuda, rows contiguous
     """
     num_rows, width = x.shape
-    padded = triton.cdiv(num_rows, DECODE_ROWS) * DECODE_ROWS
+    multiple = DECODE_ROWS if num_rows <= MAX_GROUPED_ROWS else TILE_ROWS
+    padded = triton.cdiv(num_rows, multiple) * multiple
     num_blocks = triton.cdiv(width, SCALE_BLOCK)
     values = torch.empty(padded, width, dtype=torch.float16, device=x.device)
     factors = torch.empty(num_blocks, padded, dtype=torch.float32, device=x.device)
@@ -141,7 +144,8 @@ def _multiply_rows(  # type: ignore[no-untyped-def]
 @triton.jit
 def _multiply_tiles(  # type: ignore[no-untyped-def]
     values_ptr, factors_ptr, w_ptr, s_ptr, y_ptr, num_rows, padded_rows, N, K, y_stride,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HAS_E4M3: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
 ):  # fmt: skip
     """A tile of [ROWS, BLOCK_N] outputs; W is the left operand, which may come from registers."""
     group, tile = tl.program_id(0), tl.program_id(1)
@@ -155,11 +159,15 @@ def _multiply_tiles(  # type: ignore[no-untyped-def]
     total = tl.zeros((BLOCK_N, ROWS), tl.float32)
     for block in tl.range(0, num_blocks, num_stages=STAGES):
         columns = block * 128 + k
-        in_k = columns < K
-        codes = tl.load(w_rows + columns[None, :], mask=(n < N)[:, None] & in_k[None, :], other=0)
-        x = tl.load(x_rows + columns[None, :], mask=(m < padded_rows)[:, None] & in_k[None, :], other=0.0)
-        factor = tl.load(factors_ptr + block * padded_rows + m, mask=m < padded_rows, other=0.0)
-        total += tl.dot(_widen(codes, HAS_E4M3), x.T) * (factor * tl.load(scales + block))[None, :]
+        if EVEN:
+            codes = tl.load(w_rows + columns[None, :])
+            x = tl.load(x_rows + columns[None, :])
+        else:
+            in_k = (columns < K)[None, :]
+            codes = tl.load(w_rows + columns[None, :], mask=(n < N)[:, None] & in_k, other=0)
+            x = tl.load(x_rows + columns[None, :], mask=in_k, other=0.0)
+        factor = tl.load(factors_ptr + block * padded_rows + m) * tl.load(scales + block)
+        total += tl.dot(_widen(codes, HAS_E4M3), x.T) * factor[None, :]
     if not HAS_E4M3:
         total *= 256.0
     y_at = y_ptr + m.to(tl.int64)[None, :] * y_stride + n[:, None]
@@ -194,8 +202,12 @@ def decode_tiling(out_features: int, in_features: int, device: int) -> Tiling:
     num_blocks = triton.cdiv(in_features, SCALE_BLOCK)
     # Two programs for each multiprocessor keep enough bytes on their way; more only add to the sums.
     split = max(1, min(num_blocks, round(2 * properties.multi_processor_count / tiles)))
-    has_room = properties.shared_memory_per_multiprocessor >= 160 << 10
-    return Tiling(64, split, 8 if has_room else 4, 2)
+    return Tiling(64, split, 8 if has_large_shared_memory(device) else 4, 2)
+
+
+def has_large_shared_memory(device: int) -> bool:
+    """Whether this is a data centre's card: others have some 100 KiB for a multiprocessor."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= 160 << 10
 
 
 class Workspace:
@@ -245,16 +257,18 @@ def multiply(
     """
     out_features, in_features = weight.shape
     y = torch.empty(x.num_rows, out_features, dtype=dtype, device=weight.device)
-    padded_rows = x.values.shape[0]
+    padded_rows, device = x.values.shape[0], weight.device.index or 0
     has_e4m3 = torch.cuda.get_device_capability(weight.device) >= (8, 9)
     if padded_rows > MAX_GROUPED_ROWS:
-        grid = (triton.cdiv(padded_rows, 128), triton.cdiv(out_features, 128))
+        is_even = out_features % 64 == 0 and in_features % SCALE_BLOCK == 0
+        grid = (padded_rows // TILE_ROWS, triton.cdiv(out_features, 64))
         _multiply_tiles[grid](
             x.values, x.factors, weight, scales, y, x.num_rows, padded_rows, out_features, in_features,
-            y.stride(0), ROWS=128, BLOCK_N=128, STAGES=3, HAS_E4M3=has_e4m3, num_warps=8,
+            y.stride(0), ROWS=TILE_ROWS, BLOCK_N=64, STAGES=4 if has_large_shared_memory(device) else 2,
+            EVEN=is_even, HAS_E4M3=has_e4m3, num_warps=4,
         )  # fmt: skip
         return y
-    tiling = decode_tiling(out_features, in_features, weight.device.index or 0)
+    tiling = decode_tiling(out_features, in_features, device)
     groups, tiles = padded_rows // DECODE_ROWS, triton.cdiv(out_features, tiling.block_n)
     slots = groups * tiles
     partials, counts = workspace.reserve(slots, slots * tiling.split * DECODE_ROWS * tiling.block_n)
