@@ -93,6 +93,7 @@ class Prepared:
         self.address = Address("127.0.0.1", connection.getpeername()[1])
         self.detach_socket = connection.detach
         self.memory = memory
+        self.multicast_bytes = 0
 
 
 @contextmanager

@@ -36,6 +36,10 @@ void decode_step_headers(const uint8_t* payload, size_t size) {
     FUZZ_CHECK(std::memcmp(again, bytes.get(), kStepHeaderBytes) == 0);
   } catch (const WireError&) {
   }
+  encode_step_sent(decode_step_sent(bytes.get()), again);
+  FUZZ_CHECK(std::memcmp(again, bytes.get(), kStepSentBytes) == 0);
+  encode_step_part_head(decode_step_part_head(bytes.get()), again);
+  FUZZ_CHECK(std::memcmp(again, bytes.get(), kStepPartHeadBytes) == 0);
   const ShardHeader shard = decode_shard_header(bytes.get());
   encode_shard_header(shard, again);
   FUZZ_CHECK(std::memcmp(again, bytes.get(), kShardHeaderBytes) == 0);
@@ -48,6 +52,16 @@ void decode_payload(FrameType type, const uint8_t* payload, size_t size) {
     try {
       const ErrorPayload error = decode_error_payload(bytes.get(), size);
       FUZZ_CHECK(error.text.size() + kErrorCodeBytes == size);
+    } catch (const WireError&) {
+    }
+  }
+  if (type == FrameType::kStepMissing) {
+    try {
+      const StepMissing missing = decode_step_missing(bytes.get(), size, 1000);
+      const std::vector<uint8_t> again = encode_step_missing_frame(1, missing);
+      FUZZ_CHECK(again.size() == kFrameHeaderBytes + size);
+      FUZZ_CHECK(std::memcmp(again.data() + kFrameHeaderBytes, bytes.get(), size) == 0);
+      for (const FragmentRange& range : missing.ranges) FUZZ_CHECK(range.first + range.count <= 1000);
     } catch (const WireError&) {
     }
   }

@@ -1,10 +1,11 @@
-// Bytes as what two workers send to a host with steps in flight: each step comes out whole, or its worker is
-// lost with a reason; nothing is read or written beyond what the steps hold. The first byte says how many of
-// the bytes are the first worker's.
+// Bytes as what two workers send to a host with steps in flight, to the second by multicast: each step comes
+// out whole, or its worker is lost with a reason; nothing is read or written beyond what the steps hold. The
+// first byte says how many of the bytes are the first worker's.
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <cmath>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -44,7 +45,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   config.top_k = kTopK;
   config.max_step_tokens = kTokens;
   config.step_timeout_ms = 10'000;
-  Transport transport({Transport::Peer{ours[0]}, Transport::Peer{ours[1]}}, config);
+  int group[2];
+  FUZZ_CHECK(::socketpair(AF_UNIX, SOCK_DGRAM, 0, group) == 0);
+  wire::MulticastSession session;
+  session.fragment_bytes = 64;
+  Transport transport({Transport::Peer{ours[0]}, Transport::Peer{ours[1], nullptr, 4096}}, config,
+                      std::make_unique<MulticastSender>(group[0], session, "nobody"));
   const float x[kTokens * kHidden] = {};
   const int32_t ids[kTokens * kTopK] = {};
   const float weights[kTokens * kTopK] = {};
@@ -73,5 +79,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   transport.close();
   ::close(theirs[0]);
   ::close(theirs[1]);
+  ::close(group[1]);
   return 0;
 }

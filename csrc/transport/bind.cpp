@@ -4,10 +4,13 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <optional>
 #include <string_view>
+#include <tuple>
 
 #include "transport/transport.h"
 
@@ -38,8 +41,9 @@ bool interrupted() {
 
 class PyTransport {
  public:
-  PyTransport(std::vector<Transport::Peer> peers, const TransportConfig& config)
-      : config_(config), transport_(std::move(peers), config) {}
+  PyTransport(std::vector<Transport::Peer> peers, const TransportConfig& config,
+              std::unique_ptr<MulticastSender> multicast)
+      : config_(config), transport_(std::move(peers), config, std::move(multicast)) {}
 
   uint64_t submit(uint32_t layer, Matrix<const float> x, Matrix<const int32_t> topk_ids,
                   Matrix<const float> topk_weights, uint16_t lane) {
@@ -116,7 +120,9 @@ void bind_transport(nb::module_& m) {
           "__init__",
           [](PyTransport* self, std::vector<int> sockets, std::vector<std::optional<Memory>> memories,
              uint32_t hidden_size, uint32_t top_k, uint32_t max_step_tokens, bool x_bf16, bool reply_bf16,
-             int64_t step_timeout_ms, int64_t submit_timeout_ms, int spin_us) {
+             int64_t step_timeout_ms, int64_t submit_timeout_ms, int spin_us, int multicast_socket,
+             const std::optional<wire::MulticastSession>& multicast_session,
+             const std::string& multicast_group, std::vector<size_t> multicast_bytes) {
             TransportConfig config;
             config.hidden_size = hidden_size;
             config.top_k = top_k;
@@ -128,16 +134,25 @@ void bind_transport(nb::module_& m) {
             config.spin_us = spin_us;
             if (memories.empty()) memories.resize(sockets.size());
             check_shape("memories", memories.size(), 1, sockets.size(), 1);
+            if (multicast_bytes.empty()) multicast_bytes.resize(sockets.size());
+            check_shape("multicast_bytes", multicast_bytes.size(), 1, sockets.size(), 1);
             std::vector<Transport::Peer> peers;
             for (size_t worker = 0; worker < sockets.size(); ++worker) {
-              peers.push_back({sockets[worker], memories[worker].value_or(nullptr)});
+              peers.push_back({sockets[worker], memories[worker].value_or(nullptr), multicast_bytes[worker]});
             }
-            new (self) PyTransport(std::move(peers), config);
+            std::unique_ptr<MulticastSender> multicast;
+            if (multicast_session) {
+              multicast =
+                  std::make_unique<MulticastSender>(multicast_socket, *multicast_session, multicast_group);
+            }
+            new (self) PyTransport(std::move(peers), config, std::move(multicast));
           },
           nb::arg("sockets"), nb::kw_only(), nb::arg("memories") = std::vector<std::optional<Memory>>(),
           nb::arg("hidden_size"), nb::arg("top_k"), nb::arg("max_step_tokens"), nb::arg("x_bf16") = false,
           nb::arg("reply_bf16") = false, nb::arg("step_timeout_ms") = 30'000,
-          nb::arg("submit_timeout_ms") = 400, nb::arg("spin_us") = 0)
+          nb::arg("submit_timeout_ms") = 400, nb::arg("spin_us") = 0, nb::arg("multicast_socket") = -1,
+          nb::arg("multicast_session") = nb::none(), nb::arg("multicast_group") = "",
+          nb::arg("multicast_bytes") = std::vector<size_t>())
       .def("submit", &PyTransport::submit, nb::arg("layer"), nb::arg("x").noconvert(),
            nb::arg("topk_ids").noconvert(), nb::arg("topk_weights").noconvert(), nb::arg("lane") = 0,
            "Sends x [T, H] f32, topk_ids [T, K] i32, topk_weights [T, K] f32 to every worker that is not "
@@ -159,15 +174,28 @@ void bind_transport(nb::module_& m) {
           nb::call_guard<nb::gil_scoped_release>(), "The workers that are lost, ascending.")
       .def(
           "replace",
-          [](PyTransport& self, size_t worker, int socket, Memory memory) {
-            self.native().replace(worker, {socket, std::move(memory)});
+          [](PyTransport& self, size_t worker, int socket, Memory memory, size_t multicast_bytes) {
+            self.native().replace(worker, {socket, std::move(memory), multicast_bytes});
           },
           nb::arg("worker"), nb::arg("socket"), nb::arg("memory") = nb::none(),
-          nb::call_guard<nb::gil_scoped_release>(),
+          nb::arg("multicast_bytes") = 0, nb::call_guard<nb::gil_scoped_release>(),
           "Gives a worker's place to another connection, and sends it what is in flight.")
       .def(
           "describe", [](PyTransport& self) { return self.native().describe(); },
           nb::call_guard<nb::gil_scoped_release>(), "How each worker is spoken with, in words.")
+      .def(
+          "multicast_counts",
+          [](PyTransport& self) {
+            const Transport::MulticastCounts counts = self.native().multicast_counts();
+            return std::tuple(counts.num_datagrams, counts.num_asked,
+                              std::vector<bool>(counts.is_reached.begin(), counts.is_reached.end()));
+          },
+          nb::call_guard<nb::gil_scoped_release>(),
+          "(datagrams sent, fragments that each worker asked for again, whether it is reached).")
+      .def(
+          "take_unreached", [](PyTransport& self) { return self.native().take_unreached(); },
+          nb::call_guard<nb::gil_scoped_release>(),
+          "Workers that multicast was found not to reach since the last call.")
       .def(
           "give_up", [](PyTransport& self) { self.native().give_up(); },
           nb::call_guard<nb::gil_scoped_release>(), "Gives every step in flight up.")

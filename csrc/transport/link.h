@@ -1,6 +1,7 @@
 // What the transport keeps of a step in flight and of a worker's connection. Only csrc/transport includes it.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -35,6 +36,29 @@ struct Transport::Step {
   wire::Clock::time_point submitted;
   wire::Clock::time_point waited_from;  // first; the deadline counts from then on
   bool sent_again = false;              // to another worker: its times tell nothing
+  // By multicast: to whom, who has asked for what did not come, and how far it has gone out.
+  std::vector<uint8_t> by_multicast;  // one a worker
+  std::vector<uint8_t> asked;         // one a worker
+  uint32_t next_datagram = 0;
+  wire::Deadline announce_at = wire::kNever;  // to who has not answered by then
+
+  bool awaited_by_multicast(size_t worker) const { return by_multicast[worker] != 0 && arrived[worker] == 0; }
+};
+
+// What is to be sent to one worker: a frame's head, where that is not in the request, and bytes of the
+// request.
+struct Transport::Message {
+  std::shared_ptr<Step> step;  // nullptr: no bytes of any
+  std::array<uint8_t, wire::kFrameHeaderBytes + wire::kStepSentBytes> head = {};
+  size_t head_bytes = 0;
+  size_t offset = 0;
+  size_t bytes = 0;
+
+  wire::TwoParts parts() const {
+    const uint8_t* request = step == nullptr ? nullptr : step->request.data() + offset;
+    if (head_bytes == 0) return {request, bytes, nullptr, 0};
+    return {head.data(), head_bytes, request, bytes};
+  }
 };
 
 struct Transport::Link {
@@ -42,8 +66,11 @@ struct Transport::Link {
   wire::Stream stream;  // of fd
   bool woken = false;   // out of the last sleep: there may be something to receive
   std::string lost_because;
-  std::deque<std::shared_ptr<Step>> unsent;  // requests to send, of which the first may be half sent
-  size_t sent_bytes = 0;                     // of the first
+  std::deque<Message> unsent;  // of which the first may be half sent
+  size_t sent_bytes = 0;       // of the first
+  size_t multicast_bytes = 0;  // what the worker's buffer holds of datagrams; 0: requests over its connection
+  uint32_t heard_nothing = 0;  // steps in a row of which no datagram reached it
+  uint64_t num_asked = 0;      // fragments that it asked for
   // The frame being received: its head (or a whole ERROR frame), then its body.
   uint8_t head[kMaxHeadBytes] = {};
   size_t head_bytes = 0;

@@ -88,6 +88,13 @@ bool Transport::advance(size_t worker) {
         wire::decode_error_payload(link.head + kFrameHeaderBytes, frame.payload_bytes);
     throw std::runtime_error("it ended the session: " + error.text);
   }
+  if (frame.type == FrameType::kStepMissing && multicast_ != nullptr) {
+    link.head_wanted_bytes = kFrameHeaderBytes + frame.payload_bytes;
+    if (link.head_bytes < link.head_wanted_bytes) return false;
+    answer_missing(worker, frame.sequence, link.head + kFrameHeaderBytes, frame.payload_bytes);
+    link.next_frame();
+    return false;
+  }
   if (frame.type != FrameType::kStepReply) {
     throw WireError(
         wire::ErrorCode::kProtocol,
@@ -168,6 +175,7 @@ void Transport::finish_body(Link& link, size_t worker) {
     }
     step->arrived[worker] = 1;
     step->answers[worker] = {wire::Clock::now(), link.reply.compute_us};
+    if (step->by_multicast[worker] && !step->asked[worker]) link.heard_nothing = 0;
     --step->missing;
   }
   link.next_frame();

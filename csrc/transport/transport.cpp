@@ -29,14 +29,14 @@ void check_range(const char* field, uint64_t got, uint64_t most) {
 
 }  // namespace
 
-Transport::Transport(std::vector<Peer> peers, const TransportConfig& config) : config_(config) {
+Transport::Transport(std::vector<Peer> peers, const TransportConfig& config,
+                     std::unique_ptr<MulticastSender> multicast)
+    : config_(config), multicast_(std::move(multicast)) {
   for (Peer& peer : peers) {
     links_.push_back(std::make_unique<Link>());
-    links_.back()->fd = peer.fd;
-    links_.back()->stream = wire::Stream(peer.fd, std::move(peer.memory));
-    wire::set_connection_options(peer.fd);
+    connect(*links_.back(), std::move(peer));
   }
-  entries_.resize(links_.size() * wire::Stream::kPollEntries);
+  entries_.resize(links_.size() * wire::Stream::kPollEntries + 1);
   last_compute_us_.resize(links_.size());
   std::string problem;
   StepRequestHeader largest;
@@ -58,6 +58,14 @@ Transport::Transport(std::vector<Peer> peers, const TransportConfig& config) : c
 }
 
 Transport::~Transport() { close(); }
+
+void Transport::connect(Link& link, Peer peer) {
+  link.fd = peer.fd;
+  link.stream = wire::Stream(peer.fd, std::move(peer.memory));
+  link.multicast_bytes = multicast_ == nullptr ? 0 : peer.multicast_bytes;
+  link.heard_nothing = 0;
+  wire::set_connection_options(peer.fd);
+}
 
 uint64_t Transport::submit(uint32_t layer, uint16_t lane, uint32_t num_tokens, uint32_t top_k, const float* x,
                            const int32_t* topk_ids, const float* topk_weights) {
@@ -91,18 +99,25 @@ uint64_t Transport::submit(uint32_t layer, uint16_t lane, uint32_t num_tokens, u
   } else {
     std::memcpy(out + kStepHeadBytes + 2 * list_bytes, x, 4 * values);
   }
-  for (auto& link : links_) {
-    if (link->fd >= 0) link->unsent.push_back(step);
+  begin_multicast(step);
+  for (size_t worker = 0; worker < links_.size(); ++worker) {
+    if (!step->by_multicast[worker]) send_request(worker, step);
   }
   send_until(wire::deadline_after_ms(config_.submit_timeout_ms));
   return step->sequence;
+}
+
+void Transport::send_request(size_t worker, const std::shared_ptr<Step>& step) {
+  step->by_multicast[worker] = 0;
+  Link& link = *links_[worker];
+  if (link.fd >= 0) link.unsent.push_back({.step = step, .bytes = step->request_bytes});
 }
 
 // Sends what is unsent until the deadline. Where buffers are full, a worker may itself be waiting for us to
 // take a reply, so both directions are served.
 void Transport::send_until(Deadline until) {
   for (;;) {
-    size_t unsent = 0;
+    size_t unsent = send_multicast() ? 0 : 1;
     for (size_t worker = 0; worker < links_.size(); ++worker) {
       send_to(worker);
       unsent += !links_[worker]->unsent.empty();
@@ -124,13 +139,16 @@ bool Transport::sleep(const Step* step, Deadline until) {
     pollfd* entries = &entries_[worker * wire::Stream::kPollEntries];
     const bool unsent = !link.unsent.empty();
     link.woken = false;
-    if (link.fd >= 0 && (unsent || (step != nullptr && !step->arrived[worker]))) {
+    // Whoever gets steps by multicast may have a question at any time.
+    const bool may_speak = step != nullptr && (!step->arrived[worker] || link.multicast_bytes > 0);
+    if (link.fd >= 0 && (unsent || may_speak)) {
       link.woken = link.stream.announce_sleep(true, unsent, entries);
       ready |= link.woken;
     } else {
       entries[0] = entries[1] = {-1, 0, 0};
     }
   }
+  entries_.back() = {unsent_multicast_.empty() ? -1 : multicast_->fd(), POLLOUT, 0};
   const int count = ready ? 0 : ::poll(entries_.data(), entries_.size(), wire::poll_timeout_ms(until));
   const bool signalled = count < 0 && errno == EINTR;
   for (size_t worker = 0; worker < links_.size(); ++worker) {
@@ -146,9 +164,8 @@ bool Transport::sleep(const Step* step, Deadline until) {
 void Transport::send_to(size_t worker) {
   Link& link = *links_[worker];
   while (!link.unsent.empty()) {
-    const Step& step = *link.unsent.front();
-    const IoResult result =
-        link.stream.send({step.request.data(), step.request_bytes, nullptr, 0}, link.sent_bytes);
+    const wire::TwoParts message = link.unsent.front().parts();
+    const IoResult result = link.stream.send(message, link.sent_bytes);
     if (result.state == IoState::kWouldWait) return;
     if (result.state == IoState::kFailed) {
       // A worker that refuses a step says why before it closes, and the send fails before that is read.
@@ -156,7 +173,7 @@ void Transport::send_to(size_t worker) {
       return lose(worker, "the connection failed: " + wire::error_text(result.error));
     }
     link.sent_bytes += result.bytes;
-    if (link.sent_bytes < step.request_bytes) continue;
+    if (link.sent_bytes < message.total_bytes()) continue;
     link.unsent.pop_front();
     link.sent_bytes = 0;
   }
@@ -201,6 +218,8 @@ Transport::Waited Transport::wait_until(Step& step, Deadline until,
   const Deadline spin_until = start + std::chrono::microseconds(config_.spin_us);
   for (auto& link : links_) link->woken = false;
   for (;;) {
+    send_multicast();
+    const Deadline announce_at = announce_late_steps();
     size_t late = links_.size();
     size_t lost = links_.size();
     for (size_t worker = links_.size(); worker-- > 0;) {
@@ -223,7 +242,8 @@ Transport::Waited Transport::wait_until(Step& step, Deadline until,
     }
     if (now >= until) return Waited::kTimedOut;
     if (now < spin_until) continue;
-    if (sleep(&step, std::min(until, step.deadline)) || !interrupted || !interrupted()) continue;
+    if (sleep(&step, std::min({until, step.deadline, announce_at})) || !interrupted || !interrupted())
+      continue;
     forget(step.sequence);
     return Waited::kInterrupted;
   }
@@ -261,6 +281,10 @@ std::shared_ptr<Transport::Step> Transport::new_step(uint32_t layer, uint16_t la
   step->answers.assign(links_.size(), {});
   step->submitted = Clock::now();
   step->sent_again = false;
+  step->by_multicast.assign(links_.size(), 0);
+  step->asked.assign(links_.size(), 0);
+  step->next_datagram = 0;
+  step->announce_at = wire::kNever;
   const size_t values = size_t{num_tokens} * config_.hidden_size;
   for (std::vector<float>& partial : step->partial_sums) {
     if (partial.size() < values) partial.resize(values);
@@ -290,15 +314,23 @@ void Transport::forget(uint64_t ticket) {
                                   [ticket](const auto& step) { return step->sequence == ticket; });
   const std::shared_ptr<Step> step = std::move(*found);
   in_flight_.erase(found);
+  std::erase(unsent_multicast_, step);
   bool half_sent = false;
-  for (auto& link : links_) {
+  for (size_t worker = 0; worker < links_.size(); ++worker) {
+    auto& link = links_[worker];
     if (link->step == step.get()) {
       link->step = nullptr;  // the rest of that reply is dropped
       link->scratch.resize(std::max(link->scratch.size(), kDropChunkBytes));
     }
     const auto begin = link->unsent.begin() + (link->sent_bytes > 0 ? 1 : 0);
-    half_sent |= link->sent_bytes > 0 && link->unsent.front() == step;  // a frame that is begun must end
-    link->unsent.erase(std::remove(begin, link->unsent.end(), step), link->unsent.end());
+    half_sent |= link->sent_bytes > 0 && link->unsent.front().step == step;  // a frame that is begun must end
+    link->unsent.erase(
+        std::remove_if(begin, link->unsent.end(), [&](const Message& each) { return each.step == step; }),
+        link->unsent.end());
+    // A worker that has some of it, or has asked for it, is not to wait for the rest.
+    if (step->awaited_by_multicast(worker) || (step->asked[worker] && !step->arrived[worker])) {
+      say_over(worker, ticket);
+    }
   }
   if (!half_sent) spare_.push_back(step);
 }
@@ -311,7 +343,10 @@ void Transport::give_up() {
 std::vector<std::string> Transport::describe() const {
   const std::lock_guard lock(mutex_);
   std::vector<std::string> words;
-  for (const auto& link : links_) words.push_back(link->fd < 0 ? "lost" : link->stream.describe());
+  for (const auto& link : links_) {
+    words.push_back(link->fd < 0 ? "lost" : link->stream.describe());
+    if (link->fd >= 0 && link->multicast_bytes > 0) words.back() += "; " + multicast_->describe();
+  }
   return words;
 }
 
@@ -350,13 +385,12 @@ void Transport::replace(size_t worker, Peer peer) {
   receive_from(worker, nullptr);
   lose(worker, "another took its place");
   Link& link = *links_[worker];
-  link.fd = peer.fd;
-  link.stream = wire::Stream(peer.fd, std::move(peer.memory));
-  wire::set_connection_options(peer.fd);
+  connect(link, std::move(peer));
   for (const auto& step : in_flight_) {
     step->deadline = wire::kNever;
     step->sent_again = true;
-    if (!step->arrived[worker]) link.unsent.push_back(step);
+    step->asked[worker] = 0;
+    if (!step->arrived[worker]) send_request(worker, step);
   }
   send_to(worker);
 }
@@ -394,6 +428,7 @@ void Transport::close() {
 void Transport::close_sockets() {
   for (size_t worker = 0; worker < links_.size(); ++worker) lose(worker, "the transport is closed");
   in_flight_.clear();
+  unsent_multicast_.clear();
   closed_ = true;
 }
 

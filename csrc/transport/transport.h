@@ -5,12 +5,16 @@
 // Several steps may be in flight. Nothing here can deadlock on full socket buffers: while a request is still
 // being sent, replies of earlier steps are received.
 //
+// Requests go to each worker over its connection, or to all that take them so once, by multicast
+// (multicast.cpp): what of it did not arrive a worker asks for, and is sent over its connection.
+//
 // A worker that is lost takes its connection with it and nothing else: steps stay in flight with what the
 // others have answered, and replace() sends them to whoever takes its place.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -20,6 +24,7 @@
 #include <vector>
 
 #include "kernels/experts.h"
+#include "transport/multicast_sender.h"
 #include "transport/step_times.h"
 #include "wire/frame.h"
 #include "wire/stream.h"
@@ -59,10 +64,19 @@ class Transport {
   struct Peer {
     int fd = -1;
     std::shared_ptr<wire::SharedMemory> memory = nullptr;
+    size_t multicast_bytes = 0;  // what it can hold of datagrams that it has no time for; 0: it takes none
+  };
+
+  // What multicast did, in worker order where there is one a worker.
+  struct MulticastCounts {
+    uint64_t num_datagrams = 0;       // sent
+    std::vector<uint64_t> num_asked;  // fragments asked for again
+    std::vector<uint8_t> is_reached;  // whether requests still go to it so
   };
 
   // Takes the sockets over (one a worker, in worker order) and closes them in the end.
-  Transport(std::vector<Peer> peers, const TransportConfig& config);
+  Transport(std::vector<Peer> peers, const TransportConfig& config,
+            std::unique_ptr<MulticastSender> multicast = nullptr);
   ~Transport();
   Transport(const Transport&) = delete;
   Transport& operator=(const Transport&) = delete;
@@ -102,6 +116,12 @@ class Transport {
   // How each worker is spoken with, in words.
   std::vector<std::string> describe() const;
 
+  // All zeros without multicast.
+  MulticastCounts multicast_counts() const;
+
+  // The workers that multicast was found not to reach since this was asked for the last time.
+  std::vector<size_t> take_unreached();
+
   // Tokens of a ticket in flight; throws std::invalid_argument for any other.
   uint32_t ticket_tokens(uint64_t ticket) const;
 
@@ -120,18 +140,27 @@ class Transport {
  private:
   struct Step;  // one ticket: partial sums as they come in
   struct Link;  // one worker's socket and the reply that is being received from it
+  struct Message;
 
   enum class Waited : uint8_t { kComplete, kInterrupted, kTimedOut };
 
   std::shared_ptr<Step> find(uint64_t ticket) const;
   std::shared_ptr<Step> find_or_throw(uint64_t ticket) const;
   void forget(uint64_t ticket);
+  void connect(Link& link, Peer peer);
+  void send_request(size_t worker, const std::shared_ptr<Step>& step);
   std::shared_ptr<Step> new_step(uint32_t layer, uint16_t lane, uint32_t num_tokens);
   Waited wait_until(Step& step, wire::Deadline until, const std::function<bool()>& interrupted);
   bool sleep(const Step* step, wire::Deadline until);
   void add_in_order(Step& step) const;
   void send_until(wire::Deadline until);
   void send_to(size_t worker);
+  void begin_multicast(const std::shared_ptr<Step>& step);
+  bool fits_multicast(const Step& step) const;
+  bool send_multicast();
+  wire::Deadline announce_late_steps();
+  void answer_missing(size_t worker, uint64_t sequence, const uint8_t* payload, size_t bytes);
+  void say_over(size_t worker, uint64_t sequence);
   void receive_from(size_t worker, const Step* until);
   Step* expected_from(size_t worker) const;
   uint8_t* body_room(Link& link, Step& step, size_t worker) const;
@@ -146,7 +175,10 @@ class Transport {
   mutable std::mutex mutex_;  // one call at a time
   const TransportConfig config_;
   std::vector<std::unique_ptr<Link>> links_;
-  std::vector<pollfd> entries_;                   // of sleep()
+  std::unique_ptr<MulticastSender> multicast_;
+  std::deque<std::shared_ptr<Step>> unsent_multicast_;  // of which the first may be half sent
+  std::vector<size_t> unreached_;
+  std::vector<pollfd> entries_;                   // of sleep(); the last is the group's
   std::vector<std::shared_ptr<Step>> in_flight_;  // oldest first
   std::vector<std::shared_ptr<Step>> spare_;
   std::vector<uint32_t> last_compute_us_;

@@ -1,13 +1,20 @@
 // Python names of the wire codec, for the control phase and its tests.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <tuple>
+#include <utility>
+#include <vector>
 
+#include "wire/datagram.h"
 #include "wire/frame.h"
 #include "wire/shared_memory.h"
 
@@ -27,6 +34,75 @@ const uint8_t* checked(const nb::bytes& data, size_t expected_bytes, const char*
 }
 
 PyObject* wire_error_type = nullptr;
+
+void bind_multicast(nb::module_& m) {
+  m.attr("DATAGRAM_HEADER_BYTES") = kDatagramHeaderBytes;
+  m.attr("MULTICAST_KEY_BYTES") = kSipKeyBytes;
+  m.attr("MIN_FRAGMENT_BYTES") = kMinFragmentBytes;
+  m.attr("MAX_FRAGMENT_BYTES") = kMaxFragmentBytes;
+  nb::class_<MulticastSession>(m, "MulticastSession",
+                               "What both ends know of the datagrams of step requests by multicast.")
+      .def(
+          "__init__",
+          [](MulticastSession* self, uint64_t session, const nb::bytes& key, uint32_t fragment_bytes) {
+            new (self) MulticastSession{session, {}, fragment_bytes};
+            std::memcpy(self->key.bytes, checked(key, kSipKeyBytes, "multicast key"), kSipKeyBytes);
+            if (fragment_bytes < kMinFragmentBytes || fragment_bytes > kMaxFragmentBytes) {
+              throw std::invalid_argument("fragment_bytes: got " + std::to_string(fragment_bytes) +
+                                          ", expected " + std::to_string(kMinFragmentBytes) + " to " +
+                                          std::to_string(kMaxFragmentBytes));
+            }
+          },
+          nb::arg("session"), nb::arg("key"), nb::arg("fragment_bytes"))
+      .def(
+          "encode_datagram",
+          [](const MulticastSession& self, uint64_t sequence, const nb::bytes& frame, uint32_t index) {
+            const auto frame_bytes = static_cast<uint32_t>(frame.size());
+            if (index >= fragment_count(frame_bytes, self.fragment_bytes)) {
+              throw std::invalid_argument("index: got " + std::to_string(index) +
+                                          ", expected a fragment of the frame");
+            }
+            const auto* fragment =
+                reinterpret_cast<const uint8_t*>(frame.c_str()) + size_t{index} * self.fragment_bytes;
+            std::vector<uint8_t> out(kDatagramHeaderBytes +
+                                     fragment_size(frame_bytes, self.fragment_bytes, index));
+            encode_datagram_header(self, {sequence, frame_bytes, index}, fragment, out.data());
+            std::memcpy(out.data() + kDatagramHeaderBytes, fragment, out.size() - kDatagramHeaderBytes);
+            return nb::bytes(reinterpret_cast<const char*>(out.data()), out.size());
+          },
+          nb::arg("sequence"), nb::arg("frame"), nb::arg("index"),
+          "A whole datagram: its header and one fragment of the frame.")
+      .def(
+          "decode_datagram",
+          [](const MulticastSession& self, const nb::bytes& data) {
+            std::optional<std::tuple<uint64_t, uint32_t, uint32_t>> found;
+            const auto header =
+                decode_datagram(self, reinterpret_cast<const uint8_t*>(data.c_str()), data.size());
+            if (header) found = {header->sequence, header->frame_bytes, header->index};
+            return found;
+          },
+          nb::arg("data"), "(sequence, frame_bytes, index), or None for what is not of this session.");
+  m.def(
+      "encode_step_missing",
+      [](uint64_t sequence, uint32_t received, const std::vector<std::pair<uint32_t, uint32_t>>& ranges) {
+        StepMissing missing{received, {}};
+        for (const auto& [first, count] : ranges) missing.ranges.push_back({first, count});
+        const std::vector<uint8_t> frame = encode_step_missing_frame(sequence, missing);
+        return nb::bytes(reinterpret_cast<const char*>(frame.data()), frame.size());
+      },
+      nb::arg("sequence"), nb::arg("received"), nb::arg("ranges"),
+      "A whole STEP_MISSING frame; ranges are (first fragment, count).");
+  m.def(
+      "decode_step_missing",
+      [](const nb::bytes& data, uint32_t num_fragments) {
+        const StepMissing missing =
+            decode_step_missing(reinterpret_cast<const uint8_t*>(data.c_str()), data.size(), num_fragments);
+        std::vector<std::pair<uint32_t, uint32_t>> ranges;
+        for (const FragmentRange& range : missing.ranges) ranges.emplace_back(range.first, range.count);
+        return std::pair(missing.received, ranges);
+      },
+      nb::arg("data"), nb::arg("num_fragments"), "(received, ranges) of a payload; raises WireError.");
+}
 
 }  // namespace
 
@@ -52,7 +128,11 @@ void bind_wire(nb::module_& m) {
       .value("CLOSE", FrameType::kClose)
       .value("FETCH", FrameType::kFetch)
       .value("SHARD", FrameType::kShard)
-      .value("PING", FrameType::kPing);
+      .value("PING", FrameType::kPing)
+      .value("STEP_SENT", FrameType::kStepSent)
+      .value("STEP_MISSING", FrameType::kStepMissing)
+      .value("STEP_PART", FrameType::kStepPart)
+      .value("STEP_OVER", FrameType::kStepOver);
   nb::enum_<ErrorCode>(m, "ErrorCode", "What an ERROR frame is about.")
       .value("PROTOCOL", ErrorCode::kProtocol)
       .value("VERSION", ErrorCode::kVersion)
@@ -188,6 +268,7 @@ void bind_wire(nb::module_& m) {
         "Sets what steps need of a TCP connection, as far as this kernel lets it.");
   m.def("describe_connection", &describe_connection, nb::arg("socket"),
         "What of that is active, and what could not be set, in words.");
+  bind_multicast(m);
   m.attr("SHARED_MEMORY_BYTES") = SharedMemory::kBytes;
   nb::class_<SharedMemory>(m, "SharedMemory",
                            "One end of the memory that a host and a worker on its machine share.")

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "wire/bf16_rows.h"
+#include "wire/bytes.h"
 
 static_assert(std::endian::native == std::endian::little, "rows are sent from memory as they are");
 
@@ -12,19 +13,6 @@ namespace duck::wire {
 namespace {
 
 constexpr uint32_t kMaxStepPayloadBytes = 1u << 30;
-
-template <typename T>
-void put(uint8_t* out, T value) {
-  for (size_t i = 0; i < sizeof(T); ++i)
-    out[i] = static_cast<uint8_t>(static_cast<uint64_t>(value) >> (8 * i));
-}
-
-template <typename T>
-T get(const uint8_t* in) {
-  uint64_t value = 0;
-  for (size_t i = 0; i < sizeof(T); ++i) value |= static_cast<uint64_t>(in[i]) << (8 * i);
-  return static_cast<T>(value);
-}
 
 [[noreturn]] void refuse(const std::string& field, uint64_t got, const std::string& expected) {
   throw WireError(ErrorCode::kProtocol, field + ": got " + std::to_string(got) + ", expected " + expected);
@@ -62,9 +50,18 @@ PayloadLimits payload_limits(FrameType type) {
       return {kShardHeaderBytes + 1, kShardHeaderBytes + kMaxShardPieceBytes};
     case FrameType::kPing:
       return {0, kMaxPingBytes};
+    case FrameType::kStepSent:
+      return {kStepSentBytes, kStepSentBytes};
+    case FrameType::kStepMissing:
+      return {kStepMissingHeadBytes + kMissingRangeBytes,
+              kStepMissingHeadBytes + kMaxMissingRanges * kMissingRangeBytes};
+    case FrameType::kStepPart:
+      return {kStepPartHeadBytes + 1, kMaxStepPayloadBytes};
+    case FrameType::kStepOver:
+      return {0, 0};
   }
   throw WireError(ErrorCode::kProtocol, "frame type: got " + std::to_string(static_cast<uint32_t>(type)) +
-                                            ", expected one of 1 to 13");
+                                            ", expected one of 1 to 17");
 }
 
 const char* frame_type_name(FrameType type) {
@@ -95,6 +92,14 @@ const char* frame_type_name(FrameType type) {
       return "SHARD";
     case FrameType::kPing:
       return "PING";
+    case FrameType::kStepSent:
+      return "STEP_SENT";
+    case FrameType::kStepMissing:
+      return "STEP_MISSING";
+    case FrameType::kStepPart:
+      return "STEP_PART";
+    case FrameType::kStepOver:
+      return "STEP_OVER";
   }
   return "unknown";
 }
@@ -224,6 +229,49 @@ void encode_shard_header(const ShardHeader& header, uint8_t* out) {
 ShardHeader decode_shard_header(const uint8_t* in) {
   return {get<uint32_t>(in), get<uint32_t>(in + 4), get<uint64_t>(in + 8)};
 }
+
+void encode_step_sent(uint32_t frame_bytes, uint8_t* out) { put<uint32_t>(out, frame_bytes); }
+
+uint32_t decode_step_sent(const uint8_t* in) { return get<uint32_t>(in); }
+
+std::vector<uint8_t> encode_step_missing_frame(uint64_t sequence, const StepMissing& missing) {
+  const size_t payload_bytes = kStepMissingHeadBytes + missing.ranges.size() * kMissingRangeBytes;
+  std::vector<uint8_t> frame(kFrameHeaderBytes + payload_bytes);
+  encode_frame_header({FrameType::kStepMissing, static_cast<uint32_t>(payload_bytes), sequence},
+                      frame.data());
+  uint8_t* out = frame.data() + kFrameHeaderBytes;
+  put<uint32_t>(out, missing.received);
+  put<uint32_t>(out + 4, 0);
+  out += kStepMissingHeadBytes;
+  for (const FragmentRange& range : missing.ranges) {
+    put<uint32_t>(out, range.first);
+    put<uint32_t>(out + 4, range.count);
+    out += kMissingRangeBytes;
+  }
+  return frame;
+}
+
+StepMissing decode_step_missing(const uint8_t* in, size_t bytes, uint32_t num_fragments) {
+  if (bytes < kStepMissingHeadBytes || (bytes - kStepMissingHeadBytes) % kMissingRangeBytes != 0) {
+    refuse("STEP_MISSING payload bytes", bytes, "8 and 8 for each range");
+  }
+  if (get<uint32_t>(in + 4) != 0) refuse("reserved field", get<uint32_t>(in + 4), "0");
+  StepMissing missing;
+  missing.received = get<uint32_t>(in);
+  uint64_t end = 0;
+  for (size_t at = kStepMissingHeadBytes; at < bytes; at += kMissingRangeBytes) {
+    const FragmentRange range{get<uint32_t>(in + at), get<uint32_t>(in + at + 4)};
+    if (range.first < end || range.count == 0) refuse("missing fragments", range.first, "ascending ranges");
+    end = uint64_t{range.first} + range.count;
+    if (end > num_fragments) refuse("missing fragments", end, "at most " + std::to_string(num_fragments));
+    missing.ranges.push_back(range);
+  }
+  return missing;
+}
+
+void encode_step_part_head(uint32_t first_fragment, uint8_t* out) { put<uint32_t>(out, first_fragment); }
+
+uint32_t decode_step_part_head(const uint8_t* in) { return get<uint32_t>(in); }
 
 namespace {
 

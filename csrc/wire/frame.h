@@ -16,7 +16,7 @@
 namespace duck::wire {
 
 inline constexpr uint32_t kMagic = 0x4b435544;  // the bytes "DUCK"
-inline constexpr uint16_t kProtocolVersion = 2;
+inline constexpr uint16_t kProtocolVersion = 3;
 inline constexpr size_t kFrameHeaderBytes = 24;
 inline constexpr size_t kStepHeaderBytes = 16;  // of a request, and of a reply
 inline constexpr size_t kNonceBytes = 32;
@@ -25,6 +25,11 @@ inline constexpr size_t kMaxErrorTextBytes = 4092;
 inline constexpr size_t kShardHeaderBytes = 16;
 inline constexpr size_t kMaxShardPieceBytes = 1u << 20;  // of a shard, in one frame
 inline constexpr size_t kMaxPingBytes = 1u << 20;
+inline constexpr size_t kStepSentBytes = 4;
+inline constexpr size_t kStepMissingHeadBytes = 8;
+inline constexpr size_t kMissingRangeBytes = 8;
+inline constexpr size_t kMaxMissingRanges = 511;  // so that the payload is at most 4096 bytes
+inline constexpr size_t kStepPartHeadBytes = 4;
 
 enum class FrameType : uint16_t {
   kAuthOpen = 1,       // host: whether it has a token, and its nonce
@@ -40,6 +45,10 @@ enum class FrameType : uint16_t {
   kFetch = 11,         // worker: which shards of its plan it lacks, JSON
   kShard = 12,         // host: a piece of one of them
   kPing = 13,          // both, host first, between HELLO and PREPARE: echoed as it is
+  kStepSent = 14,      // host: a step's request went out as datagrams
+  kStepMissing = 15,   // worker: which fragments of it did not come
+  kStepPart = 16,      // host: some of them
+  kStepOver = 17,      // host: nobody waits for that step any more
 };
 
 enum class ErrorCode : uint32_t {
@@ -138,6 +147,27 @@ struct ShardHeader {
 };
 void encode_shard_header(const ShardHeader& header, uint8_t* out);
 ShardHeader decode_shard_header(const uint8_t* in);
+
+// STEP_SENT: the bytes of the STEP_REQUEST frame that went out as datagrams.
+void encode_step_sent(uint32_t frame_bytes, uint8_t* out);
+uint32_t decode_step_sent(const uint8_t* in);
+
+// STEP_MISSING: what of a step's fragments did not come.
+struct FragmentRange {
+  uint32_t first = 0;
+  uint32_t count = 0;
+};
+struct StepMissing {
+  uint32_t received = 0;              // fragments that came as datagrams
+  std::vector<FragmentRange> ranges;  // 1 to kMaxMissingRanges, ascending, apart
+};
+std::vector<uint8_t> encode_step_missing_frame(uint64_t sequence, const StepMissing& missing);
+// Throws WireError; `num_fragments` is of the step.
+StepMissing decode_step_missing(const uint8_t* in, size_t bytes, uint32_t num_fragments);
+
+// STEP_PART: the index of its first fragment, before the bytes of that and those that follow it.
+void encode_step_part_head(uint32_t first_fragment, uint8_t* out);
+uint32_t decode_step_part_head(const uint8_t* in);
 
 // Rows on the wire: f32 as they are, or bf16 rounded to nearest-even (a NaN stays a NaN).
 void encode_bf16(const float* values, size_t count, uint8_t* out);

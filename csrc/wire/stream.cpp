@@ -69,4 +69,20 @@ bool Stream::wait(Direction direction, Deadline deadline) {
   }
 }
 
+void Stream::sleep_beside(int other_fd, Deadline deadline) {
+  pollfd entries[kPollEntries + 1];
+  const bool ready = announce_sleep(true, false, entries);
+  entries[kPollEntries] = {other_fd, POLLIN, 0};
+  timespec limit{};
+  const auto left = deadline == kNever ? Clock::duration{} : deadline - Clock::now();
+  if (left.count() > 0) {
+    limit.tv_sec = static_cast<time_t>(left / std::chrono::seconds(1));
+    limit.tv_nsec = static_cast<long>((left % std::chrono::seconds(1)).count());
+  }
+  if (!ready && ::ppoll(entries, kPollEntries + 1, deadline == kNever ? nullptr : &limit, nullptr) < 0) {
+    for (pollfd& entry : entries) entry.revents = 0;
+  }
+  end_sleep(entries);
+}
+
 }  // namespace duck::wire

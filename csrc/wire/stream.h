@@ -37,6 +37,10 @@ class Stream {
   // Waits for one stream: true when its next call has something to say, false when the deadline passed.
   bool wait(Direction direction, Deadline deadline);
 
+  // Sleeps until there may be something to receive from the stream or from another descriptor, the deadline
+  // has passed, to the microsecond, or a signal came.
+  void sleep_beside(int other_fd, Deadline deadline);
+
   // In words.
   std::string describe() const;
 

@@ -84,10 +84,11 @@ class StepServer {
     kept_.push_back(std::move(units));
   }
 
-  std::tuple<std::string, std::string, uint64_t> serve(int fd, std::shared_ptr<wire::SharedMemory> memory) {
+  std::tuple<std::string, std::string, uint64_t> serve(int fd, std::shared_ptr<wire::SharedMemory> memory,
+                                                       std::shared_ptr<MulticastReceiver> multicast) {
     std::optional<OnCore> on_core;
     if (pin_threads_) on_core.emplace(0);
-    const StepLoopEnd end = loop_.serve(fd, std::move(memory));
+    const StepLoopEnd end = loop_.serve(fd, std::move(memory), std::move(multicast));
     return {end_reason_name(end.reason), end.message, end.steps_served};
   }
 
@@ -106,6 +107,16 @@ class StepServer {
 }  // namespace
 
 void bind_worker(nb::module_& m) {
+  nb::class_<MulticastReceiver>(m, "MulticastReceiver",
+                                "Takes step requests by multicast over a UDP socket that it owns.")
+      .def(nb::init<int, const wire::MulticastSession&>(), nb::arg("fd"), nb::arg("session"))
+      .def_prop_ro(
+          "counts",
+          [](const MulticastReceiver& self) {
+            const MulticastReceiver::Counts& counts = self.counts();
+            return std::tuple(counts.taken, counts.refused, counts.surplus, counts.asked, counts.steps);
+          },
+          "Datagrams taken, refused and had already, fragments asked for again, steps put together.");
   nb::class_<StepServer>(m, "StepServer", "The experts of a slice behind one connection at a time.")
       .def(
           "__init__",
@@ -129,10 +140,11 @@ void bind_worker(nb::module_& m) {
            "Takes the slice's units [E, S, unit_bytes] u8 of a layer, each unit contiguous; kept "
            "alive, not copied.")
       .def("serve", &StepServer::serve, nb::arg("fd"), nb::arg("memory") = nb::none(),
-           nb::call_guard<nb::gil_scoped_release>(),
+           nb::arg("multicast") = nb::none(), nb::call_guard<nb::gil_scoped_release>(),
            "Serves steps until the connection ends: (reason, message, steps_served), where reason is closed, "
            "lost, "
-           "malformed or timeout. Steps go through the memory if there is any. Does not close fd.")
+           "malformed or timeout. Steps go through the memory if there is any, and may come by multicast. "
+           "Does not close fd.")
       .def_prop_ro("isa", &StepServer::isa)
       .def_prop_ro("prefill", &StepServer::prefill, "f32, or the name of the bf16 multipliers.");
 }

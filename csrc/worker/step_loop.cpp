@@ -69,44 +69,111 @@ StepLoop::StepLoop(Experts& experts, const std::unordered_map<uint32_t, LayerUni
   sums_bf16_ = std::make_unique_for_overwrite<uint8_t[]>(2 * values);
 }
 
-StepLoopEnd StepLoop::serve(int fd, std::shared_ptr<wire::SharedMemory> memory) {
+StepLoopEnd StepLoop::serve(int fd, std::shared_ptr<wire::SharedMemory> memory,
+                            std::shared_ptr<MulticastReceiver> multicast) {
   StepLoopEnd end;
   wire::set_connection_options(fd);
   Stream stream(fd, std::move(memory));
+  multicast_ = std::move(multicast);
+  if (multicast_ != nullptr) multicast_->set_limit(capacity_bytes_ / 2);
   received_bytes_ = 0;
   frame_deadline_ = wire::kNever;
   try {
-    while (serve_frame(stream, end)) {
+    while (serve_next(stream, end)) {
     }
   } catch (const WireError& error) {
     send_error(stream, error);
     end.reason = EndReason::kMalformed;
     end.message = error.what();
   }
+  multicast_.reset();
   return end;
 }
 
-// Serves one frame; false when the session is over (end says why). Throws WireError for a malformed frame.
-bool StepLoop::serve_frame(Stream& stream, StepLoopEnd& end) {
-  if (!fill(stream, wire::kFrameHeaderBytes, end)) return false;
+// Serves one frame, or one step that came by multicast; false when the session is over (end says why). Throws
+// WireError for a malformed frame.
+bool StepLoop::serve_next(Stream& stream, StepLoopEnd& end) {
+  const Filled filled = fill(stream, wire::kFrameHeaderBytes, end, true);
+  if (filled == Filled::kStep) return serve_multicast_step(stream, end);
+  if (filled == Filled::kEnd) return false;
   const FrameHeader frame = wire::decode_frame_header(received_.get());
   if (frame.type == FrameType::kClose) {
     end.reason = EndReason::kClosed;
     end.message = "closed by the host";
     return false;
   }
+  if (frame.type != FrameType::kStepRequest) return serve_multicast_frame(stream, frame, end);
+  if (fill(stream, wire::kFrameHeaderBytes + wire::kStepHeaderBytes, end) == Filled::kEnd) return false;
+  const StepRequestHeader request = check_request(frame, received_.get());
+  const size_t frame_bytes = wire::kFrameHeaderBytes + frame.payload_bytes;
+  if (fill(stream, frame_bytes, end) == Filled::kEnd) return false;
+  if (multicast_ != nullptr) {
+    // It was asked for, and came by multicast after all.
+    const bool is_served = multicast_->is_over(frame.sequence);
+    multicast_->over(frame.sequence);
+    if (is_served) {
+      consume(frame_bytes);
+      return true;
+    }
+  }
+  const StepReplyHeader header = compute(received_.get(), request);
+  consume(frame_bytes);
+  if (!reply(stream, frame.sequence, header, end)) return false;
+  ++end.steps_served;
+  return true;
+}
+
+bool StepLoop::serve_multicast_step(Stream& stream, StepLoopEnd& end) {
+  const MulticastReceiver::Whole step = *multicast_->whole();
+  const FrameHeader frame = wire::decode_frame_header(step.frame);
   if (frame.type != FrameType::kStepRequest) {
+    throw WireError(ErrorCode::kProtocol, std::string("frame type by multicast: got ") +
+                                              wire::frame_type_name(frame.type) + ", expected STEP_REQUEST");
+  }
+  if (frame.sequence != step.sequence) {
+    refuse("sequence by multicast", frame.sequence, std::to_string(step.sequence));
+  }
+  if (wire::kFrameHeaderBytes + frame.payload_bytes != step.frame_bytes) {
+    refuse("frame bytes by multicast", step.frame_bytes, "those that the frame says");
+  }
+  const StepReplyHeader header = compute(step.frame, check_request(frame, step.frame));
+  multicast_->over(step.sequence);
+  if (!reply(stream, frame.sequence, header, end)) return false;
+  ++end.steps_served;
+  return true;
+}
+
+// What is said over the connection about steps by multicast.
+bool StepLoop::serve_multicast_frame(Stream& stream, const FrameHeader& frame, StepLoopEnd& end) {
+  const bool known = frame.type == FrameType::kStepSent || frame.type == FrameType::kStepPart ||
+                     frame.type == FrameType::kStepOver;
+  if (!known || multicast_ == nullptr) {
     throw WireError(ErrorCode::kProtocol, std::string("frame type: got ") +
                                               wire::frame_type_name(frame.type) +
                                               ", expected STEP_REQUEST or CLOSE");
   }
-  if (!fill(stream, wire::kFrameHeaderBytes + wire::kStepHeaderBytes, end)) return false;
-  const StepRequestHeader request = check_request(frame);
   const size_t frame_bytes = wire::kFrameHeaderBytes + frame.payload_bytes;
-  if (!fill(stream, frame_bytes, end)) return false;
+  if (frame_bytes > capacity_bytes_ / 2) {
+    refuse("STEP_PART payload bytes", frame.payload_bytes, "at most " + std::to_string(capacity_bytes_ / 2));
+  }
+  if (fill(stream, frame_bytes, end) == Filled::kEnd) return false;
+  const uint8_t* payload = received_.get() + wire::kFrameHeaderBytes;
+  if (frame.type == FrameType::kStepSent) {
+    multicast_->announce(frame.sequence, wire::decode_step_sent(payload));
+  } else if (frame.type == FrameType::kStepPart) {
+    multicast_->put_part(frame.sequence, wire::decode_step_part_head(payload),
+                         payload + wire::kStepPartHeadBytes, frame.payload_bytes - wire::kStepPartHeadBytes);
+  } else {
+    multicast_->over(frame.sequence);
+  }
+  consume(frame_bytes);
+  return true;
+}
 
+// Runs the experts on the rows of a request frame, into sums_.
+StepReplyHeader StepLoop::compute(const uint8_t* frame, const StepRequestHeader& request) {
   const size_t assignments = size_t{request.num_tokens} * request.top_k;
-  const uint8_t* body = received_.get() + wire::kFrameHeaderBytes + wire::kStepHeaderBytes;
+  const uint8_t* body = frame + wire::kFrameHeaderBytes + wire::kStepHeaderBytes;
   StepRows rows;
   rows.num_tokens = request.num_tokens;
   rows.top_k = request.top_k;
@@ -128,19 +195,19 @@ bool StepLoop::serve_frame(Stream& stream, StepLoopEnd& end) {
   }
   const auto compute = std::chrono::round<std::chrono::microseconds>(Clock::now() - start).count();
   header.compute_us = static_cast<uint32_t>(std::min<int64_t>(compute, UINT32_MAX));
+  return header;
+}
 
+// Lets go of the frame that was served; the next one begins at offset 0.
+void StepLoop::consume(size_t frame_bytes) {
   received_bytes_ -= frame_bytes;
   std::memmove(received_.get(), received_.get() + frame_bytes, received_bytes_);
   frame_deadline_ = received_bytes_ > 0 ? wire::deadline_after_ms(limits_.frame_timeout_ms) : wire::kNever;
-  if (!reply(stream, frame.sequence, header, end)) return false;
-  ++end.steps_served;
-  return true;
 }
 
 // Everything that the header says is checked here, before the body is waited for.
-StepRequestHeader StepLoop::check_request(const FrameHeader& frame) {
-  const StepRequestHeader request =
-      wire::decode_step_request_header(received_.get() + wire::kFrameHeaderBytes);
+StepRequestHeader StepLoop::check_request(const FrameHeader& frame, const uint8_t* bytes) {
+  const StepRequestHeader request = wire::decode_step_request_header(bytes + wire::kFrameHeaderBytes);
   check_range("step tokens", request.num_tokens, limits_.max_step_tokens);
   check_range("step top_k", request.top_k, experts_.shape().top_k);
   if (!layers_.contains(request.layer)) refuse("step layer", request.layer, "a layer of the plan");
@@ -151,8 +218,9 @@ StepRequestHeader StepLoop::check_request(const FrameHeader& frame) {
   return request;
 }
 
-// Reads until `bytes` bytes of the current frame are there; takes along whatever else has come.
-bool StepLoop::fill(Stream& stream, size_t bytes, StepLoopEnd& end) {
+// Reads until `bytes` bytes of the current frame are there, or a step by multicast is whole, if that is asked
+// for; takes along whatever else has come.
+StepLoop::Filled StepLoop::fill(Stream& stream, size_t bytes, StepLoopEnd& end, bool or_step) {
   wire::Deadline spin_until = wire::kNever;
   while (received_bytes_ < bytes) {
     const IoResult result =
@@ -163,29 +231,54 @@ bool StepLoop::fill(Stream& stream, size_t bytes, StepLoopEnd& end) {
         received_bytes_ += result.bytes;
         spin_until = wire::kNever;
         break;
-      case IoState::kWouldWait:
+      case IoState::kWouldWait: {
+        bool needed = false;
+        if (!hear_multicast(stream, end, needed)) return Filled::kEnd;
+        if (or_step && multicast_ != nullptr && multicast_->whole()) return Filled::kStep;
+        if (needed) {
+          spin_until = wire::kNever;
+          break;
+        }
         if (limits_.spin_us > 0) {
           const wire::Deadline now = Clock::now();
           if (spin_until == wire::kNever) spin_until = now + std::chrono::microseconds(limits_.spin_us);
           if (now < spin_until) break;
         }
-        if (!wait_readable(stream, end)) return false;
+        if (!sleep(stream, end)) return Filled::kEnd;
         break;
+      }
       case IoState::kEnded:
         end.reason = EndReason::kLost;
         end.message = received_bytes_ == 0 ? "the host closed the connection without CLOSE"
                                            : "the connection ended inside a frame";
-        return false;
+        return Filled::kEnd;
       case IoState::kFailed:
         end.reason = EndReason::kLost;
         end.message = "the connection failed: " + wire::error_text(result.error);
-        return false;
+        return Filled::kEnd;
     }
+  }
+  return Filled::kBytes;
+}
+
+// Takes datagrams that have come, and asks for those that have not when it is time to; `needed` says whether
+// there was any that a step needed. False when the session is over.
+bool StepLoop::hear_multicast(Stream& stream, StepLoopEnd& end, bool& needed) {
+  if (multicast_ == nullptr) return true;
+  needed = multicast_->receive();
+  if (multicast_->next_due() == wire::kNever) return true;
+  while (const auto question = multicast_->due(Clock::now())) {
+    if (!send({question->data(), question->size(), nullptr, 0}, stream, "a question", end)) return false;
   }
   return true;
 }
 
-bool StepLoop::wait_readable(Stream& stream, StepLoopEnd& end) {
+// Sleeps until there may be something to receive. False when the session is over.
+bool StepLoop::sleep(Stream& stream, StepLoopEnd& end) {
+  if (multicast_ != nullptr) {
+    stream.sleep_beside(multicast_->fd(), std::min(frame_deadline_, multicast_->next_due()));
+    if (frame_deadline_ == wire::kNever || Clock::now() < frame_deadline_) return true;
+  }
   if (stream.wait(wire::Direction::kRead, frame_deadline_)) return true;
   const WireError error(ErrorCode::kTimeout, "half a frame: got " + std::to_string(received_bytes_) +
                                                  " bytes, expected the rest within " +
@@ -212,6 +305,11 @@ bool StepLoop::reply(Stream& stream, uint64_t sequence, const StepReplyHeader& h
     message.second = sums_bf16_.get();
   }
 
+  return send(message, stream, "a reply", end);
+}
+
+// False when the session is over: the host is gone, or does not take it.
+bool StepLoop::send(const wire::TwoParts& message, Stream& stream, const char* what, StepLoopEnd& end) {
   const wire::Deadline deadline = wire::deadline_after_ms(limits_.send_timeout_ms);
   size_t sent = 0;
   while (sent < message.total_bytes()) {
@@ -224,8 +322,8 @@ bool StepLoop::reply(Stream& stream, uint64_t sequence, const StepReplyHeader& h
     sent += result.bytes;
     if (result.state == IoState::kWouldWait && !stream.wait(wire::Direction::kWrite, deadline)) {
       end.reason = EndReason::kTimeout;
-      end.message =
-          "a reply: the host did not take it within " + std::to_string(limits_.send_timeout_ms) + " ms";
+      end.message = std::string(what) + ": the host did not take it within " +
+                    std::to_string(limits_.send_timeout_ms) + " ms";
       return false;
     }
   }

@@ -1,6 +1,7 @@
-// A worker's native loop: reads step requests from one connection, runs the experts, replies in order, until
-// the connection ends. Called by worker/session.py through bind.cpp once the control phase is over, without
-// the GIL. Knows the wire format and the experts; never prints, never exits, closes nothing.
+// A worker's native loop: reads step requests from one connection, and from a multicast group where there is
+// one, runs the experts and replies, until the connection ends. Called by worker/session.py through bind.cpp
+// once the control phase is over, without the GIL. Knows the wire format and the experts; never prints, never
+// exits, closes nothing.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +13,7 @@
 #include "kernels/experts.h"
 #include "wire/frame.h"
 #include "wire/stream.h"
+#include "worker/multicast_receiver.h"
 
 namespace duck {
 
@@ -47,22 +49,36 @@ class StepLoop {
   StepLoop(Experts& experts, const std::unordered_map<uint32_t, LayerUnits>& layers,
            const StepLoopLimits& limits);
 
-  // Serves a connected stream socket, and the memory beside it if there is any, until it ends. Between frames
-  // it waits for ever (keepalive notices a host that is gone); once a byte of a frame is there, the rest must
-  // come within frame_timeout_ms.
-  StepLoopEnd serve(int fd, std::shared_ptr<wire::SharedMemory> memory = nullptr);
+  // Serves a connected stream socket, and the memory or the multicast group beside it if there is any, until
+  // it ends. Between frames it waits for ever (keepalive notices a host that is gone); once a byte of a frame
+  // is there, the rest must come within frame_timeout_ms.
+  StepLoopEnd serve(int fd, std::shared_ptr<wire::SharedMemory> memory = nullptr,
+                    std::shared_ptr<MulticastReceiver> multicast = nullptr);
 
  private:
-  bool fill(wire::Stream& stream, size_t bytes, StepLoopEnd& end);
-  bool wait_readable(wire::Stream& stream, StepLoopEnd& end);
-  bool serve_frame(wire::Stream& stream, StepLoopEnd& end);
-  wire::StepRequestHeader check_request(const wire::FrameHeader& frame);
+  enum class Filled : uint8_t {
+    kBytes,
+    kStep,  // a step came whole by multicast first
+    kEnd,   // the session is over
+  };
+
+  Filled fill(wire::Stream& stream, size_t bytes, StepLoopEnd& end, bool or_step = false);
+  bool sleep(wire::Stream& stream, StepLoopEnd& end);
+  bool hear_multicast(wire::Stream& stream, StepLoopEnd& end, bool& needed);
+  bool serve_next(wire::Stream& stream, StepLoopEnd& end);
+  bool serve_multicast_step(wire::Stream& stream, StepLoopEnd& end);
+  bool serve_multicast_frame(wire::Stream& stream, const wire::FrameHeader& frame, StepLoopEnd& end);
+  wire::StepReplyHeader compute(const uint8_t* frame, const wire::StepRequestHeader& request);
+  void consume(size_t frame_bytes);
+  wire::StepRequestHeader check_request(const wire::FrameHeader& frame, const uint8_t* bytes);
   bool reply(wire::Stream& stream, uint64_t sequence, const wire::StepReplyHeader& header, StepLoopEnd& end);
+  bool send(const wire::TwoParts& message, wire::Stream& stream, const char* what, StepLoopEnd& end);
 
   Experts& experts_;
   const std::unordered_map<uint32_t, LayerUnits>& layers_;
   const StepLoopLimits limits_;
   const uint32_t hidden_size_;
+  std::shared_ptr<MulticastReceiver> multicast_;  // while it serves
   // Received bytes; the frame being served always begins at offset 0, so its ids and weights are aligned.
   std::unique_ptr<uint8_t[]> received_;
   size_t capacity_bytes_ = 0;

@@ -550,7 +550,7 @@ def route_by_softmax(
         tests/moe/test_router.py and tests/rowwise have scalar twins
     """
 
-PROTOCOL_VERSION: int = 2
+PROTOCOL_VERSION: int = 3
 
 FRAME_HEADER_BYTES: int = 24
 
@@ -592,6 +592,14 @@ class FrameType(enum.Enum):
     SHARD = 12
 
     PING = 13
+
+    STEP_SENT = 14
+
+    STEP_MISSING = 15
+
+    STEP_PART = 16
+
+    STEP_OVER = 17
 
 class ErrorCode(enum.Enum):
     """What an ERROR frame is about."""
@@ -673,6 +681,32 @@ def set_connection_options(socket: int) -> None:
 def describe_connection(socket: int) -> str:
     """What of that is active, and what could not be set, in words."""
 
+DATAGRAM_HEADER_BYTES: int = 40
+
+MULTICAST_KEY_BYTES: int = 16
+
+MIN_FRAGMENT_BYTES: int = 64
+
+MAX_FRAGMENT_BYTES: int = 65467
+
+class MulticastSession:
+    """What both ends know of the datagrams of step requests by multicast."""
+
+    def __init__(self, session: int, key: bytes, fragment_bytes: int) -> None: ...
+    def encode_datagram(self, sequence: int, frame: bytes, index: int) -> bytes:
+        """A whole datagram: its header and one fragment of the frame."""
+
+    def decode_datagram(self, data: bytes) -> tuple[int, int, int] | None:
+        """
+        (sequence, frame_bytes, index), or None for what is not of this session.
+        """
+
+def encode_step_missing(sequence: int, received: int, ranges: Sequence[tuple[int, int]]) -> bytes:
+    """A whole STEP_MISSING frame; ranges are (first fragment, count)."""
+
+def decode_step_missing(data: bytes, num_fragments: int) -> tuple[int, list[tuple[int, int]]]:
+    """(received, ranges) of a payload; raises WireError."""
+
 SHARED_MEMORY_BYTES: int = 33558528
 
 class SharedMemory:
@@ -723,6 +757,10 @@ class Transport:
         step_timeout_ms: int = 30000,
         submit_timeout_ms: int = 400,
         spin_us: int = 0,
+        multicast_socket: int = -1,
+        multicast_session: MulticastSession | None = None,
+        multicast_group: str = "",
+        multicast_bytes: Sequence[int] = [],
     ) -> None: ...
     def submit(
         self,
@@ -760,13 +798,23 @@ class Transport:
     def lost(self) -> list[int]:
         """The workers that are lost, ascending."""
 
-    def replace(self, worker: int, socket: int, memory: SharedMemory | None = None) -> None:
+    def replace(
+        self, worker: int, socket: int, memory: SharedMemory | None = None, multicast_bytes: int = 0
+    ) -> None:
         """
         Gives a worker's place to another connection, and sends it what is in flight.
         """
 
     def describe(self) -> list[str]:
         """How each worker is spoken with, in words."""
+
+    def multicast_counts(self) -> tuple[int, list[int], list[bool]]:
+        """
+        (datagrams sent, fragments that each worker asked for again, whether it is reached).
+        """
+
+    def take_unreached(self) -> list[int]:
+        """Workers that multicast was found not to reach since the last call."""
 
     def give_up(self) -> None:
         """Gives every step in flight up."""
@@ -785,6 +833,16 @@ class Transport:
     def close(self) -> None: ...
     @property
     def closed(self) -> bool: ...
+
+class MulticastReceiver:
+    """Takes step requests by multicast over a UDP socket that it owns."""
+
+    def __init__(self, fd: int, session: MulticastSession) -> None: ...
+    @property
+    def counts(self) -> tuple[int, int, int, int, int]:
+        """
+        Datagrams taken, refused and had already, fragments asked for again, steps put together.
+        """
 
 class StepServer:
     """The experts of a slice behind one connection at a time."""
@@ -818,9 +876,11 @@ class StepServer:
         Takes the slice's units [E, S, unit_bytes] u8 of a layer, each unit contiguous; kept alive, not copied.
         """
 
-    def serve(self, fd: int, memory: SharedMemory | None = None) -> tuple[str, str, int]:
+    def serve(
+        self, fd: int, memory: SharedMemory | None = None, multicast: MulticastReceiver | None = None
+    ) -> tuple[str, str, int]:
         """
-        Serves steps until the connection ends: (reason, message, steps_served), where reason is closed, lost, malformed or timeout. Steps go through the memory if there is any. Does not close fd.
+        Serves steps until the connection ends: (reason, message, steps_served), where reason is closed, lost, malformed or timeout. Steps go through the memory if there is any, and may come by multicast. Does not close fd.
         """
 
     @property

@@ -344,9 +344,10 @@ def _experts_on_workers(
     from duckllm.transport.flock import Flock
 
     manifest = model.manifest
+    connections = cluster.wait_ready()
     transport = stack.enter_context(
         Transport(
-            cluster.wait_ready(),
+            connections,
             manifest.hidden_size,
             manifest.num_experts_per_tok,
             max_step_tokens=config.max_step_tokens,
@@ -355,6 +356,7 @@ def _experts_on_workers(
             step_timeout_s=config.step_timeout_s,
             submit_timeout_s=config.worker_silence_s,
             spin_us=max(0, config.spin_us),
+            multicast=cluster.multicast,
         )
     )
     flock = Flock(transport, cluster, config.worker_silence_s, config.worker_timeout_s)

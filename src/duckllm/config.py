@@ -5,6 +5,7 @@ Called by the command line and by :class:`duckllm.LLM`; knows nothing of models,
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ MAX_STEP_TOKENS = 65536
 MAX_TIMEOUT_S = 1_000_000
 SHARES = ("auto", "even")  # or numbers
 MAX_SHARE = 1_000_000
+_GROUP = re.compile(r"([0-9.]+):(\d{1,5})(?:@([0-9.]+))?", re.ASCII)
+_OF_THE_NETWORK = ipaddress.IPv4Network("224.0.0.0/24")
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,3})?)\s*([KMGT](?:i?B)?)?B?", re.IGNORECASE)
 
 
@@ -57,6 +60,9 @@ class ClusterConfig:
             they use their own, their node's cache, or what the host sends them.
         shared_memory: Whether workers started here get their steps through memory shared with them, instead
             of through their connection.
+        multicast: ``"off"``, or a group to which requests go once for all workers, by UDP, instead of to
+            each: ``"239.77.0.1:7400"``, with ``"@"`` and an address of this host where the workers are behind
+            several of its interfaces.
         spares: Workers that wait to take a lost one's place: so many more are started here, or the last of
             ``addresses``.
         connect_timeout_s: Limit for connecting and for each message before the first step, seconds.
@@ -83,6 +89,7 @@ class ClusterConfig:
     shares: str | tuple[float, ...] = "auto"
     share_folder: bool = True
     shared_memory: bool = True
+    multicast: str = "off"
     spares: int = 0
     connect_timeout_s: float = 10.0
     prepare_timeout_s: float = 600.0
@@ -128,6 +135,9 @@ class ClusterConfig:
         for field in ("share_folder", "shared_memory"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(field, getattr(self, field), "True or False")
+        if parse_multicast(self.multicast) is not None and self.kind == "local" and self.shared_memory:
+            expected = "off with workers started here, which get their steps through shared memory"
+            raise ConfigError("multicast", self.multicast, expected)
         if not isinstance(self.cluster_token, str | None):
             raise ConfigError("cluster_token", type(self.cluster_token).__name__, "text, or None")
         if self.cluster_token is not None and not is_utf8(self.cluster_token):
@@ -198,6 +208,43 @@ class StepConfig:
             )
         if self.draft == "off" and self.draft_tokens != 1:
             raise ConfigError("draft_tokens", self.draft_tokens, "nothing with draft off, which guesses none")
+
+
+@dataclass(frozen=True)
+class MulticastGroup:
+    """Where requests go by multicast.
+
+    Args:
+        group: IPv4 address of the group.
+        port: UDP port.
+        interface: Address of this host whose interface they leave by; None for that of the connections.
+    """
+
+    group: str
+    port: int
+    interface: str | None
+
+
+def parse_multicast(text: object) -> MulticastGroup | None:
+    """The group that ``text`` spells, ``"239.77.0.1:7400"`` or with ``"@192.168.1.2"``; None for ``"off"``.
+
+    Raises:
+        ConfigError: It spells none.
+    """
+    if text == "off":
+        return None
+    match = _GROUP.fullmatch(text) if isinstance(text, str) else None
+    try:
+        group = ipaddress.IPv4Address(match[1] if match else "")
+        interface = None if match is None or match[3] is None else str(ipaddress.IPv4Address(match[3]))
+        port = int(match[2]) if match else 0
+    except ValueError:
+        port = 0
+    if not 1 <= port <= 65535 or not group.is_multicast:
+        raise ConfigError("multicast", text, "off, or an IPv4 group: 239.77.0.1:7400, or with @INTERFACE")
+    if group in _OF_THE_NETWORK:
+        raise ConfigError("multicast", text, "a group outside 224.0.0.0/24, which is the network's own")
+    return MulticastGroup(str(group), port, interface)
 
 
 def is_utf8(text: str) -> bool:

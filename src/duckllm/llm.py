@@ -113,6 +113,8 @@ class LLM:
         in_process = workers == 0
         if in_process and cluster_config.spares:
             raise ConfigError("spares", cluster_config.spares, "0 where there are no workers")
+        if in_process and cluster_config.multicast != "off":
+            raise ConfigError("multicast", cluster_config.multicast, "off where there are no workers")
         if in_process and cluster_config.kind != "local":
             raise ConfigError("workers", 0, f"at least 1 with cluster {cluster_config.cluster}")
         check_cluster(cluster_config)

@@ -103,7 +103,7 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
         "/m --prompt x --workers a:1,b:2,c:3 --wire-dtype bf16 --threads-per-worker 3 --max-model-len 99"
     )
     arguments += " --format fp8 --prefill bf16 --draft stateless --draft-tokens 3 --lanes off"
-    arguments += " --spares 1 --no-share-folder --shares 1,3 --cluster static"
+    arguments += " --spares 1 --no-share-folder --shares 1,3 --cluster static --multicast 239.77.0.1:7400"
     sampling = "--temperature 0.5 --top-k 4 --top-p 0.75 --min-p 0.25 --seed 6 --max-tokens 8"
     sampling += " --repetition-penalty 1.25 --stop one --stop two,three"
     done = duckllm("chat", *arguments.split(), *sampling.split(), "--token-file", str(token))
@@ -116,6 +116,7 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
         "shares": (1.0, 3.0),
         "spares": 1,
         "cluster": "static",
+        "multicast": "239.77.0.1:7400",
         "cluster_token": "secret",
         **CACHE,
         "draft": "stateless",
@@ -177,6 +178,7 @@ def test_what_is_not_given_is_the_models_own(duckllm: Any, monkeypatch: pytest.M
         "spares": 0,
         "shares": "auto",
         "cluster": None,
+        "multicast": "off",
         "cluster_token": None,
         **CACHE,
     }

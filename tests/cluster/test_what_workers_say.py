@@ -81,6 +81,7 @@ def test_a_refusal_of_a_step_is_one_safe_line() -> None:
     class Prepared:
         address = "127.0.0.1:1"
         memory = None
+        multicast_bytes = 0
 
         def __init__(self, connection: socket.socket) -> None:
             self.detach_socket = connection.detach

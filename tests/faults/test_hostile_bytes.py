@@ -116,7 +116,12 @@ def good_frame(phase: Phase, model: Manifest) -> bytes:
 
 
 def header(
-    kind: int, payload_bytes: int, *, version: int = 2, magic: bytes = b"DUCK", reserved: int = 0
+    kind: int,
+    payload_bytes: int,
+    *,
+    version: int = _native.PROTOCOL_VERSION,
+    magic: bytes = b"DUCK",
+    reserved: int = 0,
 ) -> bytes:
     numbers = ((version, 2), (kind, 2), (payload_bytes, 4), (reserved, 4), (0, 8))
     return magic + b"".join(value.to_bytes(size, "little") for value, size in numbers)

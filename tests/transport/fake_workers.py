@@ -27,6 +27,7 @@ class FakeConnection:
         self.address = Address("127.0.0.1", port)
         self._connection = connection
         self.memory = None
+        self.multicast_bytes = 0
 
     def detach_socket(self) -> int:
         return self._connection.detach()

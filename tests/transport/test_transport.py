@@ -38,7 +38,7 @@ def test_a_request_on_the_wire() -> None:
     weights = np.array([[0.5, 0.25], [1.5, -2.0]], np.float32)
     with fake_workers(2) as (transport, workers):
         assert transport.submit(0x0102, x, ids, weights, lane=9) == 1
-        head = "4455434b 0200 0800 60000000 00000000 0100000000000000 02010000 02000000 0200 0900 00 00 0000"
+        head = "4455434b 0300 0800 60000000 00000000 0100000000000000 02010000 02000000 0200 0900 00 00 0000"
         expected = bytes.fromhex(head) + ids.tobytes() + weights.tobytes() + x.tobytes()
         for worker in workers:
             assert read_exactly(worker, len(expected)) == expected
@@ -277,7 +277,7 @@ GOOD = reply_frame(1, rows(1))
     ("data", "reason"),
     [
         (b"X" + GOOD[1:], "magic: got"),
-        (GOOD[:4] + b"\7" + GOOD[5:], "protocol version: got 7, expected 2"),
+        (GOOD[:4] + b"\7" + GOOD[5:], "protocol version: got 7, expected 3"),
         (_native.encode_frame_header(FrameType.CLOSE, 0), "frame type: got CLOSE, expected STEP_REPLY"),
         (reply_frame(2, rows(1)), "reply sequence: got 2, expected at most 1"),
         (reply_frame(1, rows(1), layer=6), "reply layer: got 6, expected 5"),

@@ -128,6 +128,14 @@ class ModelOptions:
             "of the addresses."
         ),
     ] = 0
+    multicast: Annotated[
+        str,
+        typer.Option(
+            metavar="<group>",
+            help="Send requests once for all workers at addresses, by UDP to this group: 239.77.0.1:7400; "
+            "off sends to each.",
+        ),
+    ] = "off"
     token_file: Annotated[
         Path | None,
         typer.Option(help="File with the secret that the workers at addresses share.", readable=False),
@@ -156,7 +164,7 @@ class ModelOptions:
 
     def _cluster_arguments(self) -> dict[str, Any]:
         names = ("wire_dtype", "weight_format", "prefill", "threads_per_worker", "share_folder", "spares")
-        options: dict[str, Any] = {name: getattr(self, name) for name in (*names, "cluster")}
+        options: dict[str, Any] = {name: getattr(self, name) for name in (*names, "cluster", "multicast")}
         options |= {"shares": parse_shares(self.shares), "cluster_token": read_token(self.token_file)}
         workers = None if self.workers is None else parse_workers(self.workers)
         config = ClusterConfig(addresses=workers if isinstance(workers, tuple) else (), **options)

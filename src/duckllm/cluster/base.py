@@ -10,6 +10,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -17,6 +18,7 @@ from duckllm.cluster.address import Address
 from duckllm.cluster.connect import Connection, PeerEnd, WorkerInfo
 from duckllm.cluster.fetch import FetchProgress, wait_all_ready
 from duckllm.cluster.liveness import find_silent
+from duckllm.cluster.multicast import HostMulticast
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.cluster.shared_memory import SharedChannel
 from duckllm.config import ClusterConfig
@@ -44,6 +46,12 @@ class Cluster(ABC):
         self._workers: tuple[WorkerInfo, ...] = ()
         self._ends: list[PeerEnd] = []
         self._preparing: list[Connection] = []
+        self._multicast: HostMulticast | None = None
+
+    @property
+    def multicast(self) -> HostMulticast | None:
+        """The group that :meth:`begin` told workers of, for the transport; None where there is none."""
+        return self._multicast
 
     @property
     def num_workers(self) -> int:
@@ -88,20 +96,31 @@ class Cluster(ABC):
             plans: One a worker, in worker order, as :func:`duckllm.moe.placement.plan_workers` makes them.
 
         Raises:
-            ConfigError: Another number of plans than of workers.
+            ConfigError: Another number of plans than of workers; or requests by multicast cannot be sent.
             ClusterError: A worker is not available, refuses, or speaks another protocol.
         """
         if len(plans) != self.num_workers:
             raise ConfigError("plans", len(plans), f"one for each of the {self.num_workers} workers")
-        self._plans = tuple(plans)
         if not self._preparing:
             self.greet()
         try:
-            for connection, plan in zip(self._preparing, plans, strict=True):
+            self._plans = self._with_multicast(plans)
+            for connection, plan in zip(self._preparing, self._plans, strict=True):
                 connection.send_plan(plan, share_folder=self.config.share_folder)
         except BaseException:
             self._hang_up()
             raise
+
+    def _with_multicast(self, plans: Sequence[WorkerPlan]) -> tuple[WorkerPlan, ...]:
+        """The plans, with a group of this session's where one is asked for."""
+        if self._multicast is not None:
+            self._multicast.close()
+            self._multicast = None
+        if self.config.multicast == "off":
+            return tuple(plans)
+        local_addresses = [connection.local_address for connection in self._preparing]
+        self._multicast = HostMulticast(self.config.multicast, local_addresses, self._token)
+        return tuple(replace(plan, multicast=self._multicast.plan) for plan in plans)
 
     def wait_ready(self) -> list[Connection]:
         """Waits until every worker has prepared, and sends each the weights that it finds nowhere else.
@@ -212,6 +231,8 @@ class Cluster(ABC):
         connections, self._preparing = self._preparing, []
         for connection in connections:
             connection.close()
+        if self._multicast is not None:
+            self._multicast.close()
 
     def __enter__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ first step request; the native transport takes its socket over.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -20,7 +21,7 @@ from duckllm._native import FrameType
 from duckllm.cluster.address import Address, is_loopback
 from duckllm.cluster.auth import authenticate_host
 from duckllm.cluster.fetch import wait_all_ready
-from duckllm.cluster.frames import ControlChannel, PeerClosedError
+from duckllm.cluster.frames import ControlChannel, PeerClosedError, safe_text
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.cluster.shared_memory import SharedChannel
 from duckllm.config import WEIGHT_FORMATS
@@ -30,6 +31,7 @@ from duckllm.weights.formats import unit_bytes
 T = TypeVar("T")
 PeerEnd = tuple[int, Any]  # address family and the system's own form of the address
 MAX_UNIX_TIME_S, MAX_GB_PER_S = 1e11, 1e6
+_log = logging.getLogger("duckllm")
 _MAX_FACT_CHARACTERS = 100  # of what a worker says of itself, which is shown to the user
 
 
@@ -86,6 +88,8 @@ class Connection:
 
     Attributes:
         memory: The host's end of it, where the worker takes its steps from there.
+        multicast_bytes: Bytes of datagrams that wait for the worker while it computes; 0 where it takes no
+            requests by multicast.
 
     Raises:
         WorkerUnavailableError: Nothing answers there, or not in time, or it is busy.
@@ -120,7 +124,12 @@ class Connection:
             self.close()
             raise
         self.plan: WorkerPlan | None = None
-        self.verified_stripes = self.fetched_bytes = 0
+        self.verified_stripes = self.fetched_bytes = self.multicast_bytes = 0
+
+    @property
+    def local_address(self) -> str:
+        """This host's end of the connection, an IP address."""
+        return str(self._socket.getsockname()[0])
 
     def send_plan(self, plan: WorkerPlan, *, share_folder: bool = True) -> None:
         """Sends the plan; the worker maps and verifies its weights meanwhile.
@@ -162,6 +171,11 @@ class Connection:
             expected = f"one of {', '.join(WEIGHT_FORMATS)}"
             raise ProtocolError(f"weight_format from {peer}: got {weight_format!r}, expected {expected}")
         num_units = len(plan.layers) * plan.num_experts * plan.num_stripes
+        if plan.multicast is not None:
+            self.multicast_bytes = _count(ready, "multicast_bytes", peer)
+            if self.multicast_bytes == 0:
+                reason = safe_text(str(ready.get("multicast_problem", "no reason")))
+                _log.warning("worker %s takes no requests by multicast: %s", self.address, reason)
         self.info = replace(
             self.info,
             first_stripe=plan.first_stripe,

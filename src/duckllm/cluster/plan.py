@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from duckllm.config import FORMAT_CHOICES, SCALE_LAYOUTS, WEIGHT_FORMATS, WIRE_DTYPES
-from duckllm.errors import ProtocolError, show_value
+from duckllm import _native
+from duckllm.config import FORMAT_CHOICES, SCALE_LAYOUTS, WEIGHT_FORMATS, WIRE_DTYPES, parse_multicast
+from duckllm.errors import ConfigError, ProtocolError, show_value
 from duckllm.weights.json_values import is_plain_name, is_sha256
 
 
@@ -27,6 +28,25 @@ class LayerPlan:
     layer: int
     file: str
     stripe_sha256: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class MulticastPlan:
+    """The group by which requests come.
+
+    Args:
+        group: Its IPv4 address.
+        port: UDP port.
+        session: What datagrams name, 16 hexadecimal digits.
+        nonce: What the key of their tags is made from, 64 hexadecimal digits.
+        fragment_bytes: Bytes of a request in one datagram.
+    """
+
+    group: str
+    port: int
+    session: str
+    nonce: str
+    fragment_bytes: int
 
 
 @dataclass(frozen=True)
@@ -52,6 +72,7 @@ class WorkerPlan:
         wire_dtype: Activations on the wire, ``"f32"`` or ``"bf16"``.
         reply_dtype: Partial sums on the wire, ``"f32"`` or ``"bf16"``.
         weight_format: Format to compute in, ``"fp9"`` or ``"fp8"``; ``"auto"`` leaves it to the worker.
+        multicast: The group by which requests may come beside the connection; None where there is none.
     """
 
     model_hash: str
@@ -71,6 +92,7 @@ class WorkerPlan:
     wire_dtype: str = "f32"
     reply_dtype: str = "f32"
     weight_format: str = "auto"
+    multicast: MulticastPlan | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The plan as PREPARE carries it."""
@@ -111,7 +133,8 @@ class WorkerPlan:
         plan_layers = tuple(_layer_from_json(entry, value["num_stripes"]) for entry in layers)
         numbers = [entry.layer for entry in plan_layers]
         _check("layers", numbers, "every layer once", len(set(numbers)) == len(numbers))
-        return cls(**{**value, "layers": plan_layers})
+        multicast = None if value["multicast"] is None else _multicast_from_json(value["multicast"])
+        return cls(**{**value, "layers": plan_layers, "multicast": multicast})
 
 
 _SIZES = (
@@ -137,6 +160,27 @@ def _layer_from_json(value: Any, num_stripes: int) -> LayerPlan:
     whole = isinstance(hashes, list) and len(hashes) == num_stripes
     _check("stripe_sha256", hashes, f"{num_stripes} SHA-256 in hex", whole and all(map(is_sha256, hashes)))
     return LayerPlan(layer, file, tuple(hashes))
+
+
+def _multicast_from_json(value: Any) -> MulticastPlan:
+    known = MulticastPlan.__dataclass_fields__.keys()
+    whole = isinstance(value, dict) and value.keys() == known
+    _check("multicast", value, f"null, or an object with {sorted(known)}", whole)
+    plan = MulticastPlan(**value)
+    try:
+        group = parse_multicast(f"{plan.group}:{plan.port}")
+    except ConfigError:
+        group = None
+    whole = type(plan.port) is int and group is not None and group.interface is None
+    _check("multicast", [plan.group, plan.port], "an IPv4 group and a port", whole)
+    for field, digits in (("session", 16), ("nonce", 64)):
+        text = getattr(plan, field)
+        good = isinstance(text, str) and len(text) == digits and set(text) <= set("0123456789abcdef")
+        _check(field, text, f"{digits} hexadecimal digits", good)
+    least, most = _native.MIN_FRAGMENT_BYTES, _native.MAX_FRAGMENT_BYTES
+    good = type(plan.fragment_bytes) is int and least <= plan.fragment_bytes <= most
+    _check("fragment_bytes", plan.fragment_bytes, f"a whole number from {least} to {most}", good)
+    return plan
 
 
 def _check(field: str, got: object, expected: str, good: object) -> None:

@@ -7,7 +7,9 @@ that runs repeat bit for bit. NumPy arrays and CPU tensors alike are read in pla
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,7 +19,25 @@ import numpy.typing as npt
 from duckllm import _native
 from duckllm.cluster.connect import Connection
 from duckllm.cluster.frames import safe_text
+from duckllm.cluster.multicast import HostMulticast
 from duckllm.errors import ClusterError, WorkerLostError
+
+_log = logging.getLogger("duckllm")
+
+
+@dataclass(frozen=True)
+class MulticastCounts:
+    """What requests by multicast came to.
+
+    Args:
+        num_datagrams: Sent, each once for all workers.
+        num_asked: Fragments that each worker asked for again, in worker order.
+        is_reached: Whether requests still go to it by multicast.
+    """
+
+    num_datagrams: int
+    num_asked: Sequence[int]
+    is_reached: Sequence[bool]
 
 
 class Transport:
@@ -34,6 +54,8 @@ class Transport:
         submit_timeout_s: How long :meth:`submit` waits for workers to take a step, seconds; what is left is
             sent while it is waited for.
         spin_us: How long :meth:`wait` reads without sleeping, microseconds.
+        multicast: The group that workers were told of in their plans, for requests to go to all of them at
+            once; the transport takes its socket over. None sends to each over its connection.
 
     Threading: calls from several threads take turns.
     """
@@ -50,11 +72,13 @@ class Transport:
         step_timeout_s: float = 30.0,
         submit_timeout_s: float = 0.4,
         spin_us: int = 0,
+        multicast: HostMulticast | None = None,
     ) -> None:
         self._addresses = [str(connection.address) for connection in connections]
         self.hidden_size = hidden_size
         self.max_step_tokens = max_step_tokens
         self._closed = False
+        self._has_multicast = multicast is not None
         self._native = _native.Transport(
             [connection.detach_socket() for connection in connections],
             memories=[connection.memory for connection in connections],
@@ -66,6 +90,10 @@ class Transport:
             step_timeout_ms=_milliseconds(step_timeout_s),
             submit_timeout_ms=_milliseconds(submit_timeout_s),
             spin_us=spin_us,
+            multicast_socket=-1 if multicast is None else multicast.detach_socket(),
+            multicast_session=None if multicast is None else multicast.session,
+            multicast_group="" if multicast is None else f"{multicast.plan.group}:{multicast.plan.port}",
+            multicast_bytes=[connection.multicast_bytes for connection in connections],
         )
 
     def submit(self, layer: int, x: Any, topk_ids: Any, topk_weights: Any, *, lane: int = 0) -> int:
@@ -116,6 +144,12 @@ class Transport:
             if out is None:
                 out = np.empty((self._native.ticket_tokens(ticket), self.hidden_size), np.float32)
             self._native.wait(ticket, out)
+        if self._has_multicast:
+            for worker in self._native.take_unreached():
+                _log.warning(
+                    "multicast does not reach worker %s: it gets requests over its connection from now on",
+                    self._addresses[worker],
+                )
         return out
 
     def wait_some(self, ticket: int, timeout_s: float) -> tuple[int, ...]:
@@ -158,12 +192,18 @@ class Transport:
         """
         address = str(connection.address)
         with self._typed_errors():
-            self._native.replace(worker, connection.detach_socket(), connection.memory)
+            self._native.replace(
+                worker, connection.detach_socket(), connection.memory, connection.multicast_bytes
+            )
         self._addresses[worker] = address
 
     def describe(self) -> tuple[str, ...]:
         """How each worker is spoken with, in worker order: shared memory, or TCP and what is set of it."""
         return tuple(self._native.describe())
+
+    def multicast_counts(self) -> MulticastCounts:
+        """What multicast did so far."""
+        return MulticastCounts(*self._native.multicast_counts())
 
     def give_up(self) -> None:
         """Gives every step in flight up; replies to them are dropped."""

@@ -18,6 +18,7 @@ from duckllm import _native
 from duckllm._native import ErrorCode, FrameType
 from duckllm.cluster.auth import authenticate_worker
 from duckllm.cluster.frames import ControlChannel, PeerClosedError, error_code, safe_text
+from duckllm.cluster.multicast import join_group
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.cluster.shared_memory import worker_end
 from duckllm.errors import DuckError, ProtocolError, WorkerUnavailableError
@@ -135,13 +136,14 @@ class Sessions:
 
     def _serve_plan(self, channel: ControlChannel, plan: WorkerPlan, peer: str, shares_memory: bool) -> None:
         experts, verified_stripes, fetched_bytes = self._prepare(plan, channel)
-        ready = {
+        ready: dict[str, object] = {
             "verified_stripes": verified_stripes,
             "fetched_bytes": fetched_bytes,
             "weight_format": experts.choice.format,
             "own_memory_bytes": experts.memory.own_bytes,
             "huge_page_bytes": experts.memory.huge_page_bytes,
         }
+        multicast = self._join(plan, channel, ready)
         memory = self._memory if shares_memory else None
         if memory is not None:
             memory.reset()  # of what an earlier visit left; this host writes once it has READY
@@ -152,15 +154,29 @@ class Sessions:
             f"from {plan.first_stripe} on, {verified_stripes} verified now, {experts.choice.reason}, "
             f"{experts.memory}{fetched}"
         )
-        reason, message, steps = experts.server.serve(channel.connection.fileno(), memory)
-        self._log(f"{peer}: {reason} after {steps} steps: {message}")
+        reason, message, steps = experts.server.serve(channel.connection.fileno(), memory, multicast)
+        self._log(f"{peer}: {reason} after {steps} steps: {message}{_describe_multicast(multicast)}")
+
+    def _join(
+        self, plan: WorkerPlan, channel: ControlChannel, ready: dict[str, object]
+    ) -> _native.MulticastReceiver | None:
+        """Joins the plan's group if there is one; READY says whether that works, and steps do without."""
+        if plan.multicast is None:
+            return None
+        try:
+            interface = channel.connection.getsockname()[0]
+            multicast, ready["multicast_bytes"] = join_group(plan.multicast, interface, self._config.token)
+        except OSError as error:
+            ready |= {"multicast_bytes": 0, "multicast_problem": error.strerror or str(error)}
+            return None
+        return multicast
 
     def _prepare(self, plan: WorkerPlan, channel: ControlChannel) -> tuple[_Experts, int, int]:
         """The experts of a plan, the number of stripes hashed for it, and of bytes that the host sent.
 
         The last plan's experts are used again.
         """
-        known = replace(plan, folder="")
+        known = replace(plan, folder="", multicast=None)
         identities = self._weights.identities(plan)
         if self._prepared is not None and self._prepared[0] == (known, identities):
             return self._prepared[1], 0, 0
@@ -255,6 +271,17 @@ class _Experts:
     server: _native.StepServer
     choice: FormatChoice
     memory: _WeightMemory
+
+
+def _describe_multicast(multicast: _native.MulticastReceiver | None) -> str:
+    """What came by multicast; empty where there was none."""
+    if multicast is None:
+        return ""
+    taken, refused, surplus, asked, steps = multicast.counts
+    return (
+        f"; {steps} steps by multicast, {taken} datagrams taken, {refused} refused, {surplus} had already, "
+        f"{asked} fragments asked for again"
+    )
 
 
 def _weight_memory(mapped: MappedSlice, used: Mapping[int, U8]) -> _WeightMemory:
