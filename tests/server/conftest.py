@@ -1,4 +1,4 @@
-"""One server for the session: the demo model, two workers."""
+"""One server for the session, the demo model and two workers; and one application in this process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from app_harness import InProcess, in_process
 from server_harness import ServerProcess, running_server
 
 
@@ -17,3 +18,10 @@ def server(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield running
         assert running.stop() == 0
     assert "error" not in log.read_text().lower()
+
+
+@pytest.fixture(scope="session")
+def here(demo_folder: Path) -> Iterator[InProcess]:
+    """An application without a network; two replies are computed at a time, 16 tokens a step."""
+    with in_process(max_step_tokens=16) as running:
+        yield running

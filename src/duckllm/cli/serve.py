@@ -104,11 +104,13 @@ def serve(
     options = model_options.arguments()
 
     def load(progress: LoadingProgress) -> LLM:
+        from duckllm.weights.console import on_progress
         from duckllm.weights.resolve import resolve_model
 
+        on_progress.append(progress.report)
         progress.stage = "finding the model"
         folder = resolve_model(model)
-        progress.stage = "loading the model"
+        progress.stage, progress.share = "loading the model", None
         from duckllm import LLM
 
         return LLM(folder, max_model_len=model_options.max_model_len, max_num_seqs=max_num_seqs, **options)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from duckllm.errors import OverloadedError, UnavailableError
+from duckllm.errors import ConfigError, OverloadedError, UnavailableError
 from duckllm.outputs import Logprob, RequestMetrics, StreamOutput
 from duckllm.sampling_params import SamplingParams
 from duckllm.server.engine_thread import EngineThread, ReplyStream
@@ -201,15 +201,18 @@ class ChatService:
             requests, parsers = await self.prepare(prepare)
             return ChatStream(self.engine.submit(requests), parsers)
 
-    async def complete(self, prompt: str | Sequence[int], params: SamplingParams) -> ReplyStream:
-        """What follows a text or its tokens, under way. Errors as of :meth:`begin`."""
+    async def complete(
+        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams
+    ) -> list[ReplyStream]:
+        """What follows each text, or its tokens, under way. Errors as of :meth:`begin`."""
 
-        def prepare() -> list[Request]:
-            token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-            return self.llm.new_requests(token_ids, params)
+        def prepare() -> list[list[Request]]:
+            encode = self.tokenizer.encode
+            token_ids = [encode(each) if isinstance(each, str) else each for each in prompts]
+            return [self.llm.new_requests(each, params) for each in token_ids]
 
-        with self._room_for(params.n):
-            return self.engine.submit(await self.prepare(prepare))
+        with self._room_for(len(prompts) * params.n):
+            return [self.engine.submit(requests) for requests in await self.prepare(prepare)]
 
     async def count_tokens(self, messages: Sequence[ChatMessage], options: ChatOptions) -> int:
         """Tokens of a conversation as the model would read it. Errors as of :meth:`begin`."""
@@ -225,8 +228,11 @@ class ChatService:
 
         Raises:
             OverloadedError: So many wait that these may not.
+            ConfigError: These alone are too many.
         """
         most = self.llm.max_num_seqs + self.max_waiting
+        if num_replies > most:
+            raise ConfigError("n", num_replies, f"at most {most} replies to all prompts together")
         num_open = self.engine.num_open + self._num_beginning
         if num_open + num_replies > most:
             raise OverloadedError(num_open, most)

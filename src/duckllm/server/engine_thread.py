@@ -43,6 +43,10 @@ class LoadingProgress:
     stage: str = "starting"
     share: float | None = None
 
+    def report(self, title: str, share: float) -> None:
+        """Notes the first word of a title, as the others may name folders, and how much is done."""
+        self.stage, self.share = title.partition(" ")[0].lower(), round(share, 4)
+
 
 class ReplyStream:
     """The outputs of a prompt's replies as they come, for one reader in the event loop.
@@ -180,7 +184,7 @@ class EngineThread:
         Raises:
             UnavailableError: The server is about to stop.
         """
-        if self._is_stopping:
+        if self._is_stopping or self.ended.done():
             raise UnavailableError("the server is stopping")
         stream = ReplyStream(requests, self._take_back)
         self._num_open += len(stream.requests)
@@ -257,6 +261,14 @@ class _Steps:
 
     def run(self) -> None:
         """Computes until it is told to stop."""
+        try:
+            self._run()
+        except BaseException as error:
+            streams = set(self._stream_of.values())
+            self._hand_over([(stream, EngineError(type(error).__name__), 0) for stream in streams])
+            raise
+
+    def _run(self) -> None:
         while True:
             try:
                 # A step may take long, and nothing of it can be spared: all that was wanted comes before it.

@@ -30,6 +30,17 @@ class Tally:
     num_prompt_tokens: int
     _metrics: dict[int, RequestMetrics] = field(default_factory=dict)
     _num_reasoning_tokens: dict[int, int] = field(default_factory=dict)
+    _num_cached_tokens: int | None = None  # where they are several prompts'
+
+    @classmethod
+    def of_all(cls, tallies: Sequence[Tally]) -> Tally:
+        """Those of several prompts together; what each of them found in the cache counts."""
+        total = cls(sum(tally.num_prompt_tokens for tally in tallies))
+        total._num_cached_tokens = sum(tally._num_cached() for tally in tallies)
+        for tally in tallies:
+            for index, metrics in tally._metrics.items():
+                total.add(len(total._metrics), metrics, tally._num_reasoning_tokens[index])
+        return total
 
     def add(self, index: int, metrics: RequestMetrics, num_reasoning_tokens: int = 0) -> None:
         """Notes how far a reply has come."""
@@ -68,6 +79,8 @@ class Tally:
 
     def _num_cached(self) -> int:
         """By the first of the replies: the others find all of its prompt."""
+        if self._num_cached_tokens is not None:
+            return self._num_cached_tokens
         return self._metrics[min(self._metrics)].num_cached_tokens if self._metrics else 0
 
 

@@ -18,6 +18,7 @@ from duckllm.server.openai_types import (
     Message,
     NamedTool,
     SamplingFields,
+    StructuredOutputs,
 )
 from duckllm.text.chat import ChatMessage, ChatOptions, Tool, ToolCall
 
@@ -185,16 +186,24 @@ def _to_choice(body: ChatCompletionBody, names: Sequence[str]) -> tuple[Any, str
     return choice or "auto", None
 
 
+def to_structured_outputs(asked: StructuredOutputs | None) -> StructuredOutputsParams | None:
+    """What a text must be, in vLLM's form.
+
+    Raises:
+        ConfigError: It is none.
+        ApiError: It is too large.
+    """
+    if asked is None:
+        return None
+    check_grammar("structured_outputs", asked.model_dump(by_alias=True))
+    return StructuredOutputsParams(
+        asked.json_, asked.regex, asked.choice, asked.grammar, asked.json_object or None
+    )
+
+
 def _to_structure(body: ChatCompletionBody) -> StructuredOutputsParams | None:
     """What the content must be."""
-    asked = body.structured_outputs
-    structure = None
-    if asked is not None:
-        check_grammar("structured_outputs", asked.model_dump(by_alias=True))
-        structure = StructuredOutputsParams(
-            asked.json_, asked.regex, asked.choice, asked.grammar, asked.json_object or None
-        )
-    form = body.response_format
+    structure, form = to_structured_outputs(body.structured_outputs), body.response_format
     if form is None or form.type == "text":
         return structure
     if structure is not None:

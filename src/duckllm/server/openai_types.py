@@ -1,7 +1,7 @@
-"""The bodies that OpenAI's chat API takes: every field is here and honoured, or refused by name.
+"""The bodies that OpenAI's APIs take: every field is here and honoured, or refused by name.
 
-Read by :mod:`duckllm.server.openai_chat`. Fields that make no difference to what the client sees are listed
-as such, and accepted.
+Read by :mod:`duckllm.server.openai_chat` and :mod:`duckllm.server.openai_completions`. Fields that make no
+difference to what the client sees are listed as such, and accepted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from duckllm.server.limits import MAX_MESSAGES, MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS, MAX_TOOLS
+from duckllm.server.limits import (
+    MAX_MESSAGES,
+    MAX_N,
+    MAX_PROMPTS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    MAX_TOOLS,
+)
 
 
 class Body(BaseModel):
@@ -169,6 +176,37 @@ class SamplingFields(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+
+
+def _kind_of_prompt(value: object) -> str:
+    if not isinstance(value, list) or not value:
+        return "<text>" if not isinstance(value, list) else "<texts>"
+    if isinstance(value[0], list):
+        return "<lists>"
+    return "<texts>" if isinstance(value[0], str) else "<tokens>"
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), Tag("<texts>")]
+    | Annotated[list[int], Tag("<tokens>")]
+    | Annotated[list[list[int]], Field(max_length=MAX_PROMPTS), Tag("<lists>")],
+    Discriminator(_kind_of_prompt),
+]
+
+
+class CompletionBody(SamplingFields):
+    """What ``/v1/completions`` takes; ``user`` is accepted and makes no difference.
+
+    ``suffix`` must be absent: no model here writes what stands between two texts.
+    """
+
+    prompt: Prompt
+    suffix: None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 def _kind_of_choice(value: object) -> str:

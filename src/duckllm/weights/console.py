@@ -19,6 +19,8 @@ _LINE_EVERY_S = 10.0
 
 # Spinners on the terminal, which a bar would be drawn over: each is asked to go before one begins.
 on_bar: list[Callable[[], object]] = []
+# Who else wants to know, of any work: its title, and how much of it is done, 0 to 1.
+on_progress: list[Callable[[str, float], object]] = []
 
 
 class ConsoleProgress:
@@ -47,6 +49,8 @@ class ConsoleProgress:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Shows that ``done`` of ``total`` bytes of the work called ``stage`` are done."""
+        for watch in on_progress:
+            watch(self._title, done / total if total else 1.0)
         if self._console.is_terminal:
             self._draw(stage, done, total)
         else:
