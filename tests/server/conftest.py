@@ -14,7 +14,7 @@ from server_harness import ServerProcess, running_server
 def server(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server for tests that leave it as it was. At its end nothing may have gone wrong unsaid."""
     log = tmp_path_factory.mktemp("server") / "stderr"
-    with running_server(log, "--workers", "2") as running:
+    with running_server(log, "--workers", "2", "--max-num-seqs", "6", "--max-waiting", "6") as running:
         yield running
         assert running.stop() == 0
     assert "error" not in log.read_text().lower()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
 import pytest
 from server_harness import ServerProcess
 
+JSON = {"content-type": "application/json"}
 DUCK = [{"role": "user", "content": "What is a duck?"}]
 
 
@@ -51,21 +53,200 @@ def test_usage_is_sent_only_where_it_is_asked_for(server: ServerProcess) -> None
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
+def test_logprobs_have_openais_form(server: ServerProcess) -> None:
+    reply = ask(server, temperature=0, logprobs=True, top_logprobs=3, max_tokens=6)
+    [choice] = reply.choices
+    entries = choice.logprobs.content
+    assert "".join(entry.token for entry in entries) == choice.message.content
+    for entry in entries:
+        assert bytes(entry.bytes).decode() == entry.token
+        assert len(entry.top_logprobs) == 3
+        likeliest = entry.top_logprobs[0]
+        assert (likeliest.token, likeliest.logprob) == (entry.token, entry.logprob)
+        assert [top.logprob for top in entry.top_logprobs] == sorted(
+            (top.logprob for top in entry.top_logprobs), reverse=True
+        )
+    none = ask(server, temperature=0, logprobs=True, max_tokens=2).choices[0].logprobs.content
+    assert [entry.top_logprobs for entry in none] == [[], []]
+
+
+def test_a_seed_makes_n_replies_repeatable(server: ServerProcess) -> None:
+    def texts(seed: int, n: int) -> list[str]:
+        choices = ask(server, temperature=4, seed=seed, n=n).choices
+        assert [choice.index for choice in choices] == list(range(n))
+        return [choice.message.content for choice in choices]
+
+    found = texts(1, 3)
+    assert len(set(found)) == 3
+    assert texts(1, 3) == found
+    assert texts(2, 1) == found[1:2]
+    assert texts(-(2**63) + 1, 1) == found[:1]  # OpenAI's may be negative
+
+
+def test_stop_strings_end_a_reply_and_are_not_shown(server: ServerProcess) -> None:
+    text = ask(server, temperature=0, max_tokens=50).choices[0].message.content
+    stop = text[10:14]
+    [choice] = ask(server, temperature=0, max_tokens=50, stop=stop).choices
+    assert (choice.message.content, choice.finish_reason) == (text.split(stop)[0], "stop")
+    [choice] = ask(server, temperature=0, max_tokens=50, stop=["nowhere", stop]).choices
+    assert choice.message.content == text.split(stop)[0]
+    chunks = list(ask(server, temperature=0, max_tokens=50, stop=stop, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text.split(stop)[0]
+
+
+def test_a_conversation_goes_on_from_the_cache(server: ServerProcess) -> None:
+    """Parts of text are one text, a developer speaks as the system, and null is as absent."""
+    question = "Is 1009 prime? " * 5
+    first = [{"role": "user", "content": question}]
+    reply = ask(server, messages=first, temperature=0, max_tokens=40)
+    answer = reply.choices[0].message
+    parts = [{"type": "text", "text": question[:20]}, {"type": "text", "text": question[20:]}]
+    sent_back = {**answer.model_dump(), "audio": None, "function_call": None}
+    messages = [{"role": "user", "content": parts}, sent_back, {"role": "user", "content": "Why?"}]
+    more = ask(server, messages=messages, temperature=0, extra_body={"tools": None, "stop": None})
+    assert more.usage.prompt_tokens_details.cached_tokens > 16
+    assert more.timings["cache_n"] == more.usage.prompt_tokens_details.cached_tokens
+
+
+def test_what_makes_no_difference_is_accepted(server: ServerProcess) -> None:
+    plain = ask(server, temperature=0).choices[0].message.content
+    more = {"user": "a", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "seed": 1}
+    more |= {"parallel_tool_calls": True, "response_format": {"type": "text"}, "tool_choice": "none"}
+    more |= {"max_completion_tokens": 12, "logit_bias": {}, "stop": [], "stream": None, "top_k": -1}
+    assert ask(server, temperature=0, extra_body=more).choices[0].message.content == plain
+
+
+@pytest.mark.parametrize("model", ["", None])
+def test_a_model_need_not_be_named(server: ServerProcess, model: str | None) -> None:
+    body = {"model": model, "messages": DUCK, "max_tokens": 1}
+    assert server.http.post("/v1/chat/completions", json=body).json()["model"] == "demo"
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+SOUND = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+
+
 @pytest.mark.parametrize(
     ("options", "param", "message"),
     [
         ({"temperature": -1.0}, "temperature", "temperature: got -1.0, expected a number from 0"),
+        ({"temperature": "hot"}, "temperature", "temperature: got 'hot', expected a valid number"),
         ({"extra_body": {"frob": 1}}, "frob", "frob: unknown field"),
         ({"n": 2, "temperature": 0}, "n", "n: got 2, expected 1 with temperature"),
+        ({"n": 0}, "n", "n: got 0, expected greater than or equal to 1"),
+        (
+            {"max_tokens": 5, "max_completion_tokens": 6},
+            "max_tokens",
+            "max_tokens: got 5, expected none",
+        ),
+        ({"top_logprobs": 1}, "top_logprobs", "top_logprobs: got 1, expected none without logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs: got 21, expected an integer"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options: got some"),
+        ({"messages": []}, "messages", "messages: got [], expected at least one"),
+        ({"messages": "hello"}, "messages", "messages: got 'hello', expected a valid list"),
+        ({"messages": [{"role": "owl", "content": "x"}]}, "messages[0].role", "messages[0].role: got 'owl'"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "messages[0].content: got None"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, IMAGE]}]},
+            "messages[0].content[1].type",
+            "messages[0].content[1].type: got 'image_url', expected 'text'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [SOUND]}]},
+            "messages[0].content[0].type",
+            "messages[0].content[0].type: got 'input_audio', expected 'text'",
+        ),
+        ({"messages": [{**DUCK[0], "name": "Ada"}]}, "messages[0].name", "messages[0].name: got 'Ada'"),
+        (
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "messages[0].tool_call_id",
+            "messages[0].tool_",
+        ),
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice: got 'required', expected auto or none"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "response_format.type: got 'xml'"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+            "response_format.json_s",
+        ),
+        ({"extra_body": {"store": True}}, "store", "store: got True, expected False"),
+        ({"modalities": ["text", "audio"]}, "modalities[1]", "modalities[1]: got 'audio', expected 'text'"),
+        ({"functions": [{"name": "f"}]}, "functions", "functions: unknown field"),
+        ({"messages": [{"role": "user", "content": "a\ud800"}]}, None, "body: got no valid JSON"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(
-    server: ServerProcess, options: dict[str, Any], param: str, message: str
+    server: ServerProcess, options: dict[str, Any], param: str | None, message: str
 ) -> None:
+    if param is None:  # what the official client cannot send
+        body = {"messages": [{"role": "user", "content": "SURROGATE"}]}
+        sent = json.dumps(body).replace("SURROGATE", "\\ud800").encode()
+        error = server.http.post("/v1/chat/completions", content=sent, headers=JSON).json()["error"]
+        assert error["message"].startswith(message)
+        return
     with pytest.raises(openai.BadRequestError) as caught:
         ask(server, **options)
     assert caught.value.param == param
     assert caught.value.body["message"].startswith(message)  # type: ignore[index]
+
+
+def test_another_model_is_not_found(server: ServerProcess) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        ask(server, model="gpt-4o")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "message"),
+    [
+        ("GET", "/v1/nowhere", 404, "no such path"),
+        ("GET", "/v1/chat/completions", 405, "this path does not take that method"),
+        ("POST", "/v1/embeddings", 501, "this server's model writes text and has no embeddings"),
+    ],
+)
+def test_other_errors_have_the_envelope_too(
+    server: ServerProcess, method: str, path: str, status: int, message: str
+) -> None:
+    reply = server.http.request(method, path, json={"input": "x"} if method == "POST" else None)
+    assert reply.status_code == status
+    assert reply.json()["error"]["message"] == message
+    assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+
+
+SAMPLED = [
+    {"seed": seed, "temperature": 1.2, "n": n, "max_tokens": most, "logprobs": True, "top_logprobs": 2}
+    | ({"stop": stop} if stop else {})
+    for seed, n, most, stop in ((1, 1, 30, None), (2, 3, 20, ["e"]), (3, 2, 40, [" ", "."]), (4, 1, 60, None))
+]
+
+
+@pytest.mark.parametrize("options", SAMPLED)
+def test_a_stream_is_its_whole_reply(server: ServerProcess, options: dict[str, Any]) -> None:
+    whole = ask(server, **options)
+    contents = [""] * len(whole.choices)
+    entries: list[list[Any]] = [[] for _ in contents]
+    reasons: list[str | None] = [None] * len(contents)
+    usage = None
+    for chunk in ask(server, stream=True, stream_options={"include_usage": True}, **options):
+        usage = chunk.usage
+        for choice in chunk.choices:
+            contents[choice.index] += choice.delta.content or ""
+            entries[choice.index] += choice.logprobs.content if choice.logprobs else []
+            reasons[choice.index] = choice.finish_reason
+    assert contents == [choice.message.content for choice in whole.choices]
+    assert entries == [choice.logprobs.content for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_a_client_that_leaves_is_noticed(server: ServerProcess) -> None:
+    """Others get its place, in the queue as well: more than twelve never wait here."""
+    endless = {"max_tokens": 4000, "stream": True, "extra_body": {"ignore_eos": True}}
+    for _ in range(3):
+        for stream in [ask(server, **endless) for _ in range(7)]:
+            stream.close()
+    assert ask(server, temperature=0).choices[0].message.content
 
 
 def test_models_are_listed(server: ServerProcess) -> None:

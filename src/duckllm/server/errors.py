@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from duckllm.errors import (
     ConfigError,
     DuckError,
+    EngineError,
     OverloadedError,
     PromptTooLongError,
     RequestError,
@@ -113,6 +114,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(CLIENT_CLOSED_REQUEST, str(error), code="unread")
     if isinstance(error, WorkerLostError):
         return ApiError(503, str(error), "server_error", code="worker_lost", headers=retry)
+    if isinstance(error, EngineError):
+        return ApiError(500, str(error), "server_error", code="internal_error")
     if isinstance(error, ServerError):
         return ApiError(503, str(error), "server_error", code="unavailable", headers=retry)
     if isinstance(error, DuckError):

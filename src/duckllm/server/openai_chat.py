@@ -16,7 +16,7 @@ from duckllm.errors import InWords
 from duckllm.server.chat_service import ChatOutput, ChatRequest, ChatService, ChatStream
 from duckllm.server.errors import ApiError, as_api_error, refuse
 from duckllm.server.openai_models import ServedModel
-from duckllm.server.openai_replies import Tally, chat_logprobs, new_id
+from duckllm.server.openai_replies import Tally, chat_logprobs, new_id, without_end
 from duckllm.server.openai_requests import check_model, to_chat_sampling, to_messages, to_options
 from duckllm.server.openai_types import ChatCompletionBody
 from duckllm.server.routing import new_router
@@ -161,8 +161,9 @@ class _Reply:
     def _logprobs(self, output: ChatOutput) -> list[dict[str, Any]] | None:
         if output.logprobs is None:
             return None
-        num_top = self._body.top_logprobs or 0
-        return chat_logprobs(output.token_ids, output.logprobs, num_top, self._service.tokenizer)
+        tokenizer = self._service.tokenizer
+        shown = without_end(output.token_ids, output.logprobs, tokenizer)
+        return chat_logprobs(*shown, self._body.top_logprobs or 0, tokenizer)
 
 
 def _check(output: ChatOutput) -> None:

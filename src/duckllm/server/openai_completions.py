@@ -22,7 +22,7 @@ from duckllm.server.chat_service import ChatService
 from duckllm.server.engine_thread import ReplyStream
 from duckllm.server.errors import ApiError, as_api_error, refuse
 from duckllm.server.openai_models import ServedModel
-from duckllm.server.openai_replies import Tally, legacy_logprobs, new_id
+from duckllm.server.openai_replies import Tally, legacy_logprobs, new_id, without_end
 from duckllm.server.openai_requests import check_model, to_sampling, to_structured_outputs
 from duckllm.server.openai_types import CompletionBody
 from duckllm.server.routing import new_router
@@ -187,7 +187,8 @@ class _Reply:
         if self._body.logprobs is None:
             return None
         offset = self._offsets.get(index, 0)
-        found = legacy_logprobs(token_ids, logprobs, self._body.logprobs, offset)
+        shown = without_end(token_ids, logprobs, self._service.tokenizer)
+        found = legacy_logprobs(*shown, self._body.logprobs, offset)
         self._offsets[index] = offset + sum(map(len, found["tokens"]))
         return found
 

@@ -60,8 +60,6 @@ def router(service: ChatService, model: ServedModel) -> APIRouter:
     @routes.post("/v1/embeddings")
     async def create_embeddings() -> None:
         """Refused: models that write text have no embedding of one."""
-        raise ApiError(
-            501, "embeddings: this server's model writes text and has none", code="not_implemented"
-        )
+        raise ApiError(501, "this server's model writes text and has no embeddings", code="not_implemented")
 
     return routes

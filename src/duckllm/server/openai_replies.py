@@ -90,6 +90,14 @@ def _decode_s(metrics: RequestMetrics) -> float:
     return (metrics.num_generated_tokens - 1) / metrics.decode_tokens_per_s
 
 
+def without_end(
+    token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]], tokenizer: Tokenizer
+) -> tuple[Sequence[int], Sequence[dict[int, Logprob]]]:
+    """The same without end tokens, which are no text."""
+    kept = [number for number, token in enumerate(token_ids) if token not in tokenizer.eos_token_ids]
+    return [token_ids[number] for number in kept], [logprobs[number] for number in kept]
+
+
 def chat_logprobs(
     token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]], num_top: int, tokenizer: Tokenizer
 ) -> list[dict[str, Any]]:
