@@ -19,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from duckllm.kernels.shared_memory import has_large_shared_memory
+
 SCALE_BLOCK = 128
 # Rows of a decode step: the least that the matrix units take at once. More go through larger tiles.
 DECODE_ROWS = 16
@@ -203,11 +205,6 @@ def decode_tiling(out_features: int, in_features: int, device: int) -> Tiling:
     # Two programs for each multiprocessor keep enough bytes on their way; more only add to the sums.
     split = max(1, min(num_blocks, round(2 * properties.multi_processor_count / tiles)))
     return Tiling(64, split, 8 if has_large_shared_memory(device) else 4, 2)
-
-
-def has_large_shared_memory(device: int) -> bool:
-    """Whether this is a data centre's card: others have some 100 KiB for a multiprocessor."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= 160 << 10
 
 
 class Workspace:
