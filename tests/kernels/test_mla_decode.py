@@ -14,9 +14,8 @@ PAGE, SCALE = 16, 0.07
 def made_up(lengths: list[int], num_heads: int) -> tuple[torch.Tensor, torch.Tensor, mla_decode.QueryRows]:
     """Queries, a cache whose pages lie anywhere, and NaN in every slot that no row may see."""
     num_pages, num_contexts = max(lengths) // PAGE + 1, 2
-    cache = torch.full(
-        (num_contexts * num_pages * PAGE, 576), float("nan"), device="cuda", dtype=torch.bfloat16
-    )
+    shape = (num_contexts * num_pages * PAGE, 576)
+    cache = torch.full(shape, float("nan"), device="cuda", dtype=torch.bfloat16)
     pages = torch.randperm(num_contexts * num_pages, device="cuda").int().view(num_contexts, num_pages)
     contexts = (torch.arange(len(lengths), device="cuda") % num_contexts).int()
     for context in range(num_contexts):

@@ -139,9 +139,8 @@ def attend_latents(
     sums = torch.empty(num_rows, MAX_PARTS, num_heads, LATENT, dtype=torch.float32, device=q.device)
     logs = torch.empty(num_rows, MAX_PARTS, num_heads, dtype=torch.float32, device=q.device)
     # What fits into a multiprocessor: a tile of queries, and two of latents where there is room.
-    heads, tokens, stages, warps = (
-        (64, 64, 2, 8) if has_large_shared_memory(q.device.index or 0) else (16, 32, 1, 4)
-    )
+    is_large = has_large_shared_memory(q.device.index or 0)
+    heads, tokens, stages, warps = (64, 64, 2, 8) if is_large else (16, 32, 1, 4)
     grid = (num_rows, triton.cdiv(num_heads, heads), MAX_PARTS)
     _attend_part[grid](
         q, cache, rows.pages, rows.contexts, rows.lengths, rows.lengths if selection is None else selection,
