@@ -3,9 +3,9 @@
     python benchmarks/gpu/mla_decode.py
 
 DeepSeek-V3.2's 128 heads over contexts of 1024 to 131072 tokens, all of them and 2048 selected ones, one
-and two query rows. Each is verified against float64, then timed in a captured graph. Beside the time: the bytes
-of the latents that it must read over a copy kernel's bandwidth of the same run, and the operations over the rate
-of a large bf16 matrix product. The larger is the floor. One JSON line at the end.
+and two query rows. Each is verified against float64, then timed in a captured graph. Beside the time: the
+bytes of the latents that it must read over a copy kernel's bandwidth of the same run, and the operations over
+the rate of a large bf16 matrix product. The larger is the floor. One JSON line at the end.
 """
 
 from __future__ import annotations
