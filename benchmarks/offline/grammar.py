@@ -4,8 +4,9 @@
 
 For the demo model's vocabulary of 8192 tokens, and for one of 129280, as many as DeepSeek-V3's, made up of
 random words, numbers, signs and Chinese characters. Replies are sampled from random logits under a JSON
-Schema, any JSON object and a regular expression; each text is verified. Times are medians over all tokens,
-and the worst: what a grammar has not seen yet takes longer. One JSON line at the end.
+Schema, any JSON object and a regular expression, and with one tool and twenty of them: free text that may
+come to a call, and a call that must be. Each text is verified. Times are medians over all tokens, and the
+worst: what a grammar has not seen yet takes longer. One JSON line at the end.
 """
 
 from __future__ import annotations
@@ -17,13 +18,18 @@ import re
 import statistics
 import time
 from collections.abc import Callable
+from typing import Literal
 
+import numpy as np
 import torch
 
 from duckllm.bench.machine import commit
 from duckllm.engine.sampler import Sampler
 from duckllm.sampling_params import SamplingParams, StructuredOutputsParams
 from duckllm.text import Tokenizer
+from duckllm.text.chat import ChatOptions, Tool
+from duckllm.text.formats.known import HERMES
+from duckllm.text.formats.reply_grammar import reply_grammar
 from duckllm.text.grammar import GrammarTable
 from duckllm.weights.resolve import resolve_model
 
@@ -56,6 +62,31 @@ GRAMMARS: dict[str, tuple[StructuredOutputsParams, Callable[[str], object]]] = {
 }
 
 
+def forms(table: GrammarTable) -> dict[str, tuple[StructuredOutputsParams, Callable[[str], object]]]:
+    """What replies must keep to, and what a whole text must be."""
+    begin, end = (int(number) for number in np.flatnonzero(~table.is_text)[:2])
+    marks = {"<tool_call>": begin, "</tool_call>": end}
+
+    def parts(text: str) -> list[int | str]:
+        return [marks.get(piece, piece) for piece in re.split("(</?tool_call>)", text) if piece]
+
+    def calling(num_tools: int, choice: Literal["auto", "required"]) -> StructuredOutputsParams:
+        tools = [Tool(f"tool_{number}", "", SCHEMA, strict=True) for number in range(num_tools)]
+        options = ChatOptions(tools, choice, parallel_tool_calls=False)
+        outputs = reply_grammar(parts, None, HERMES, options, None, begins_in_reasoning=False)
+        assert outputs is not None
+        return outputs
+
+    def is_call(text: str) -> object:
+        return has_the_schemas_keys(json.dumps(json.loads(text)["arguments"]))
+
+    found = dict(GRAMMARS)
+    for num_tools in (1, 20):
+        found[f"text, {num_tools} tools"] = calling(num_tools, "auto"), lambda text: True
+        found[f"call, {num_tools} tools"] = calling(num_tools, "required"), is_call
+    return found
+
+
 def made_up(size: int) -> list[bytes]:
     """The 256 bytes, and tokens such as a byte-level BPE has."""
     order = random.Random(1)
@@ -74,10 +105,17 @@ def made_up(size: int) -> list[bytes]:
     return list(tokens)
 
 
-def measure(table: GrammarTable, name: str, num_replies: int) -> dict[str, float]:
+def measure(
+    table: GrammarTable,
+    name: str,
+    outputs: StructuredOutputsParams,
+    is_right: Callable[[str], object],
+    num_replies: int,
+) -> dict[str, float]:
     """Microseconds of each part."""
-    outputs, is_right = GRAMMARS[name]
+    begin = time.perf_counter()
     table.grammar(outputs, [])  # compiled once for all replies
+    compile_s = time.perf_counter() - begin
     times: dict[str, list[float]] = {"follow": [], "greedy": [], "sampled": [], "free greedy": [], "free": []}
     greedy, sampled = Sampler(SamplingParams(temperature=0.0)), Sampler(SamplingParams(seed=1))
     numbers = torch.Generator().manual_seed(1)
@@ -104,7 +142,8 @@ def measure(table: GrammarTable, name: str, num_replies: int) -> dict[str, float
         if grammar.is_finished and not is_right(b"".join(table.tokens[each] for each in token_ids).decode()):
             raise SystemExit(f"{name}: a text that is not of the grammar")
     medians = {part: statistics.median(each) * 1e6 for part, each in times.items()}
-    return medians | {"worst follow": max(times["follow"]) * 1e6, "tokens": len(times["follow"])}
+    worst = max(times["follow"]) * 1e6
+    return medians | {"worst follow": worst, "compile": compile_s * 1e6, "tokens": len(times["follow"])}
 
 
 def main() -> None:
@@ -116,17 +155,18 @@ def main() -> None:
     torch.set_num_threads(1)
     line: dict[str, object] = {"benchmark": "offline/grammar", "commit": commit()}
     for size in (8192, LARGE):
-        tokenizer, tokens = Tokenizer(resolve_model(None)), made_up(LARGE)
+        tokenizer, tokens = Tokenizer(resolve_model(None)), [*made_up(LARGE - 2), b"", b""]
         start = time.perf_counter()
         table = GrammarTable.of(tokenizer, size) if size == 8192 else GrammarTable(tokens)
         made_s = time.perf_counter() - start
         print(f"{size} tokens: table made in {made_s:.2f} s; microseconds a token:")
-        for name in GRAMMARS:
-            found = measure(table, name, num_replies)
+        for name, (outputs, is_right) in forms(table).items():
+            found = measure(table, name, outputs, is_right, num_replies)
             print(
                 f"  {name:18s}  follow {found['follow']:5.0f} (worst {found['worst follow']:5.0f})"
                 f"  greedy {found['greedy']:5.0f}, free {found['free greedy']:5.0f}"
-                f"  sampled {found['sampled']:5.0f}, free {found['free']:5.0f}  ({found['tokens']} tokens)"
+                f"  sampled {found['sampled']:5.0f}, free {found['free']:5.0f}  ({found['tokens']} tokens,"
+                f" compiled in {found['compile'] / 1000:.0f} ms)"
             )
             line[f"{name}, {size}"] = {part: round(value, 1) for part, value in found.items()}
     print(json.dumps(line))

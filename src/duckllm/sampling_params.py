@@ -37,6 +37,8 @@ class StructuredOutputsParams:
         parts: Beside ``grammar`` in Lark's form: what it means by ``@name``, for each such name.
         control_token_ids: Beside ``grammar``: the control tokens that it may name by their numbers
             (``<[128798]>``). Parts cannot, and without these nothing can: what is no text stays out.
+        label: What messages call it where it cannot be kept to; empty for ``structured_outputs.json`` and the
+            like.
 
     Raises:
         ConfigError: None of them or several, or one of the wrong kind. What a schema, an expression or a
@@ -64,6 +66,7 @@ class StructuredOutputsParams:
     json_object: bool | None = None
     parts: Mapping[str, StructuredOutputsParams] = field(default_factory=dict, hash=False)
     control_token_ids: Sequence[int] = ()
+    label: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool | None):

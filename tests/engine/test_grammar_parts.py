@@ -198,7 +198,7 @@ def test_grammars_are_compiled_in_other_threads_while_steps_are_computed(
             pattern = f"[a-z]{{{number + 1}}}{worker}" if number % 5 else "("
             outputs = StructuredOutputsParams(regex=pattern)
             try:
-                engine.prepare_grammar(SamplingParams(structured_outputs=outputs), None)
+                engine.new_request([3], SamplingParams(structured_outputs=outputs))
                 found.append(pattern)
             except ConfigError as error:
                 found.append(error.field)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from duckllm import SamplingParams, StructuredOutputsParams
+from duckllm.engine.request import Request
+from duckllm.errors import ConfigError
 from duckllm.text import Tokenizer
 from duckllm.text.chat import ChatMessage, ChatOptions, Tool, ToolCall
 from duckllm.text.chat_format import ChatFormat, chat_format
 from duckllm.text.formats.known import HERMES
+from duckllm.text.grammar import GrammarTable
 from duckllm.text.messages import as_messages
-from support.replies import parse
+from support.grammars import random_logits, run
+from support.replies import Part, parse
 from support.tokenizers import kimi_config, token_entry, trained_tokens, write_kimi
 
 DATA = Path(__file__).parent / "formats"
@@ -105,3 +111,63 @@ def test_tool_choice_none_tells_of_no_tools_and_reads_no_calls(demo: ChatFormat)
     assert text_of(demo, HI, tools=[WEATHER], tool_choice="none") == text_of(demo, HI)
     text = HERMES.write(WEATHER.name, {})
     assert parse(demo.parser(ChatOptions(tools=[WEATHER], tool_choice="none")), [text]) == [("content", text)]
+
+
+COLOR = Tool(
+    "color", "", {"type": "object", "properties": {"hue": {"enum": ["red", "blue"]}}, "required": ["hue"]}
+)
+
+
+def replies(format: ChatFormat, options: ChatOptions, **params: Any) -> list[list[Part]]:
+    """Replies of random logits, taken apart, those that are whole."""
+    tokenizer = format._tokenizer
+    prompt = format.prompt(HI, options)
+    bias = dict.fromkeys((*tokenizer.eos_token_ids, *tokenizer.control_token_ids), 3.0)
+    given = SamplingParams(temperature=0.0, max_tokens=300, logit_bias=bias, **params)
+    sampling = format.sampling(given, options, prompt.begins_in_reasoning)
+    table = GrammarTable.of(tokenizer, tokenizer.max_token_id + 1, frozenset(tokenizer.eos_token_ids))
+    found = []
+    for seed in range(6):
+        request = Request(
+            "0",
+            prompt.token_ids,
+            sampling,
+            vocab_size=table.end,
+            max_model_len=4000,
+            eos_token_ids=frozenset(tokenizer.eos_token_ids),
+            tokenizer=tokenizer,
+            grammar_table=table,
+        )
+        reply = run(request, random_logits(table.end, seed)).completion()
+        if reply.finish_reason == "stop":
+            found.append(parse(format.parser(options, prompt.begins_in_reasoning), [reply.text]))
+    return found
+
+
+def test_calls_that_must_be_and_content_of_a_form(v32: ChatFormat, demo: ChatFormat) -> None:
+    for format, thinks in ((v32, True), (v32, False), (demo, None)):
+        kinds = ["reasoning"] if thinks else []
+        options = ChatOptions([COLOR], "required", parallel_tool_calls=False, enable_thinking=thinks)
+        found = replies(format, options)
+        assert len(found) >= 3
+        for parts in found:
+            assert [kind for kind, *_ in parts] == [*kinds, "call"]
+            _, name, arguments = parts[-1]
+            assert name == "color"
+            assert json.loads(arguments)["hue"] in ("red", "blue")
+        form = StructuredOutputsParams(regex="[0-9]{3}")
+        for asked, given in ((form, None), (None, form)):
+            options = ChatOptions(response_format=asked, enable_thinking=thinks)
+            found = replies(format, options, structured_outputs=given)
+            assert len(found) >= 3
+            for parts in found:
+                assert [kind for kind, *_ in parts] == [*kinds, "content"]
+                assert re.fullmatch("[0-9]{3}", parts[-1][1])
+    with pytest.raises(ConfigError, match="response_format: got another one beside it"):
+        replies(demo, ChatOptions(response_format=form), structured_outputs=form)
+
+
+def test_plain_replies_are_sampled_as_ever(v32: ChatFormat, demo: ChatFormat) -> None:
+    for format in (v32, demo):
+        for options in (ChatOptions(), ChatOptions([WEATHER]), ChatOptions([COLOR], "none")):
+            assert format.sampling(SamplingParams(seed=3), options) == SamplingParams(seed=3)

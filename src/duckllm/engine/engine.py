@@ -63,8 +63,7 @@ class Engine:
 
     Threading:
         One thread at a time; a step that meets another one is refused. :meth:`abort` may come at any moment,
-        as it is what the end of a stream calls that nobody holds any more, and so may :meth:`new_request` and
-        :meth:`prepare_grammar`.
+        as it is what the end of a stream calls that nobody holds any more, and so may :meth:`new_request`.
     """
 
     def __init__(
@@ -124,7 +123,8 @@ class Engine:
     ) -> Request:
         """A request, not yet run; with the first one's ``request_id``, another reply to its prompt.
 
-        Any thread may make one while another computes. Arguments and errors as of :class:`Request`.
+        Any thread may make one while another computes: a large schema takes some tenths of a second, and the
+        first one of all as long again for the vocabulary. Arguments and errors as of :class:`Request`.
         """
         return Request(
             str(next(self._request_numbers)) if request_id is None else request_id,
@@ -137,18 +137,6 @@ class Engine:
             index=index,
             grammar_table=self._table(tokenizer) if params.structured_outputs is not None else None,
         )
-
-    def prepare_grammar(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
-        """Compiles what structured outputs there are, so that :meth:`new_request` finds it done.
-
-        For a thread beside the one that computes steps: a large schema takes some tenths of a second, and the
-        first one of all as long again for the vocabulary.
-
-        Raises:
-            ConfigError: It cannot be kept to.
-        """
-        if params.structured_outputs is not None:
-            self._table(tokenizer).grammar(params.structured_outputs, self.eos_token_ids)
 
     def _table(self, tokenizer: Tokenizer | None) -> GrammarTable:
         """The tokens as grammars need them, made once."""

@@ -216,4 +216,4 @@ def _to_structure(body: ChatCompletionBody) -> StructuredOutputsParams | None:
     if schema is None:
         return StructuredOutputsParams(json_object=True)
     check_sizes("response_format.json_schema.schema", schema)
-    return StructuredOutputsParams(json=schema)
+    return StructuredOutputsParams(json=schema, label="response_format.json_schema.schema")

@@ -19,6 +19,7 @@ from duckllm.text.control_text import free_mark
 from duckllm.text.formats.described_tools import RESULT_BEGIN, RESULT_END, describe
 from duckllm.text.formats.known import KIMI_K2, MISTRAL
 from duckllm.text.formats.markup import ReasoningMarkup, ToolMarkup
+from duckllm.text.formats.reply_grammar import reply_grammar
 from duckllm.text.formats.reply_parser import MarkupParser
 from duckllm.text.formats.traits import traits_of
 from duckllm.text.tokenizer import Tokenizer
@@ -84,26 +85,34 @@ class ChatFormat:
             options.tools,
             begins_in_reasoning=begins_in_reasoning,
             parallel_tool_calls=options.parallel_tool_calls,
+            content_has_form=options.response_format is not None,
         )
 
     def sampling(
         self, params: SamplingParams, options: ChatOptions, begins_in_reasoning: bool = False
     ) -> SamplingParams:
-        """``params`` for a reply that :meth:`parser` reads: its marks stay in the text.
+        """``params`` for a reply that keeps to the options, and that :meth:`parser` reads.
+
+        Its marks stay in the text. Calls that must be, calls of strict tools, one call alone where there may
+        not be several, and the form of the content behind the thinking are enforced by a grammar.
 
         Raises:
-            ConfigError: What the options ask for cannot be enforced.
+            ConfigError: A tool's schema cannot be kept to. What the library cannot keep to is said when a
+                request is made of the result.
         """
-        if options.tool_choice == "required" or any(tool.strict for tool in options.tools):
-            got = InWords("calls that are to be enforced")
-            raise ConfigError("tool_choice", got, "'auto' or 'none', and no strict tools")
-        if options.response_format is not None:
-            if begins_in_reasoning:
-                raise ConfigError("response_format", options.response_format.kind, "none while thinking")
-            if params.structured_outputs is not None:
-                got = InWords("another one beside it")
-                raise ConfigError("response_format", got, "one of it and structured_outputs")
-            params = dataclasses.replace(params, structured_outputs=options.response_format)
+        content = options.response_format
+        if content is not None and params.structured_outputs is not None:
+            got = InWords("another one beside it")
+            raise ConfigError("response_format", got, "one of it and structured_outputs")
+        outputs = reply_grammar(
+            self._tokenizer.control_parts,
+            self.reasoning,
+            self.markup,
+            options,
+            content or params.structured_outputs,
+            begins_in_reasoning=begins_in_reasoning,
+        )
+        params = dataclasses.replace(params, structured_outputs=outputs)
         if self._has_special_marks(options):
             params = dataclasses.replace(params, skip_special_tokens=False)
         return params

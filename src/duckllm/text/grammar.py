@@ -125,7 +125,8 @@ class GrammarTable:
         ends = [number for number in end_token_ids if not self.is_text[number]]
         grammar = Grammar(self, matcher.deep_copy(), ends, params.control_token_ids)
         if grammar.is_finished:
-            field, got = f"structured_outputs.{params.kind}", getattr(params, params.kind)
+            field = params.label or f"structured_outputs.{params.kind}"
+            got = getattr(params, params.kind)
             expected = "one with a text that the model's tokens can begin, not the empty text alone"
             raise ConfigError(field, got, expected, grammar.error or "")
         return grammar
@@ -143,8 +144,8 @@ class GrammarTable:
         if reason:
             for key, part in params.parts.items():
                 self._matcher(part, f"{name}.parts.{key}")
-            got = getattr(params, params.kind)
-            raise ConfigError(f"{name}.{params.kind}", got, "one that can be kept to", reason)
+            field = params.label or f"{name}.{params.kind}"
+            raise ConfigError(field, getattr(params, params.kind), "one that can be kept to", reason)
         return matcher
 
     def _compile(self, source: str) -> tuple[LLMatcher, str]:
@@ -282,6 +283,16 @@ class _Wrapper:
         return self._write(text)
 
 
+def why_not(params: StructuredOutputsParams) -> str:
+    """Why it could not be kept to, as far as that does not depend on a vocabulary; empty for nothing."""
+    from llguidance import LLMatcher
+
+    try:
+        return _short(LLMatcher.validate_grammar(_source(params)))
+    except ValueError as error:
+        return _short(error)
+
+
 def _source(params: StructuredOutputsParams) -> str:
     """The grammar in the library's own form.
 
@@ -297,7 +308,7 @@ def _source(params: StructuredOutputsParams) -> str:
     if params.kind == "regex":
         return LLMatcher.grammar_from_regex(params.regex or "")
     if params.kind == "choice":
-        return LLMatcher.grammar_from_regex("|".join(map(_as_regex, params.choice or ())))
+        return LLMatcher.grammar_from_regex("|".join(map(as_regex, params.choice or ())))
     if _TEMPERATURE.search(params.grammar or ""):
         raise ValueError("a rule has temperature=, which is SamplingParams' to say")
     if not params.parts:
@@ -310,8 +321,8 @@ def _source(params: StructuredOutputsParams) -> str:
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
-def _as_regex(text: str) -> str:
-    """A regular expression that matches this text alone."""
+def as_regex(text: str) -> str:
+    """A regular expression, in ASCII, that matches this text alone."""
     return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 

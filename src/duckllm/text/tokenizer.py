@@ -7,6 +7,7 @@ turns whatever goes wrong into our typed errors. Knows no tensors.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,9 @@ class Tokenizer:
         self.control_token_ids = self.special_token_ids | {
             token_id for token_id, token in added.items() if token.content in self._control_texts
         }
+        self._control_ids: dict[str, int] = {
+            added[token_id].content: token_id for token_id in sorted(self.control_token_ids)
+        }
         decoders = _decoder_types(self._inner)
         self._byte_level = "ByteLevel" in decoders
         self._byte_fallback = "ByteFallback" in decoders
@@ -86,6 +90,15 @@ class Tokenizer:
         ids = self._encode(text, "prompt")
         begins_with_bos = self._adds_bos or self._template_begins_with_bos or ids[:1] == [self.bos_token_id]
         return self._with_one_bos(ids) if begins_with_bos else ids
+
+    def control_parts(self, text: str) -> list[int | str]:
+        """``text`` as the ids of the control tokens that it spells, and the texts between them, if any.
+
+        Where several begin at the same character, the longest counts.
+        """
+        spelled = sorted(filter(None, self._control_ids), key=len, reverse=True)
+        pieces = re.split(f"({'|'.join(map(re.escape, spelled))})", text) if spelled else [text]
+        return [self._control_ids.get(piece, piece) for piece in pieces if piece]
 
     def apply_chat_template(
         self,

@@ -23,7 +23,7 @@ from duckllm.text.formats.known import (
     MISTRAL,
     QWEN3_CODER,
 )
-from duckllm.text.formats.markup import ReasoningMarkup, ToolMarkup
+from duckllm.text.formats.markup import ReasoningMarkup, ToolMarkup, to_json
 from duckllm.text.formats.reply_parser import MarkupParser
 from support.replies import Part, parse
 
@@ -348,3 +348,25 @@ def test_the_cost_is_linear() -> None:
     parts = parse(parser_of(HERMES), [hostile])
     assert parts[0] == ("content", "<tool_call>" * 19_999)
     assert parts[1][1] == "look"
+
+
+@pytest.mark.parametrize("markup", [QWEN3_CODER, GLM_4_5, DEEPSEEK_V3_2], ids=lambda markup: markup.name)
+def test_the_end_of_a_value_may_stand_in_its_strings(markup: ToolMarkup) -> None:
+    assert markup.parameter is not None
+    end = markup.parameter.end
+    look = {"list": [f'a "{end}', {end: end}], "count": 3, "path": "x"}
+    assert read(markup, calls(markup, ("look", look))) == [("call", "look", to_json(look))]
+    # Of what is no JSON the first end counts, and what is behind it is read as ever.
+    broken = calls(markup, ("look", {"count": 3, "path": 'say "x"'})).replace("3", '["a')
+    [(_, name, arguments)] = read(markup, broken)
+    assert (name, json.loads(arguments)) == ("look", {"count": '["a', "path": 'say "x"'})
+
+
+def test_marks_within_content_of_a_form_are_content() -> None:
+    content = json.dumps({"text": "<tool_call>look</tool_call>"})
+    assert read(GLM_4_5, content)[1] == ("call", "look", "{}")
+    assert read(GLM_4_5, content, content_has_form=True) == [("content", content)]
+    text = f"<think>hm</think>\n\n{content}"
+    assert read(GLM_4_5, text, content_has_form=True) == [("reasoning", "hm"), ("content", content)]
+    text = "<think>hm</think>\n\n" + calls(GLM_4_5, ("look", {"count": 3}), ("wait", {}))
+    assert [part[0] for part in read(GLM_4_5, text, content_has_form=True)] == ["reasoning", "call", "call"]

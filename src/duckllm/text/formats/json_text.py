@@ -15,6 +15,7 @@ from duckllm.text.formats.reader import WHITE_SPACE, Reader, Reading
 
 _SPACE = re.compile(f"[{WHITE_SPACE}]+")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_ESCAPED = re.compile(r"\\.", re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f]+")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _HEX = frozenset("0123456789abcdefABCDEF")
@@ -114,6 +115,11 @@ def _read_escape(reader: Reader) -> Reading[str | None]:
             return "\\u" + digits
     reader.rewind()
     return None
+
+
+def has_open_string(text: str) -> bool:
+    """Whether a text that begins as JSON does ends within one of its strings."""
+    return text.lstrip()[:1] in ("[", "{", '"') and len(_ESCAPED.sub("", text).split('"')) % 2 == 0
 
 
 def value_text(text: str, kind: Kind) -> str:

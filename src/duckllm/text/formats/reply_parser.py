@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Any, Literal
 
 from duckllm.text.chat import ContentDelta, ReasoningDelta, ReplyDelta, Tool, ToolCallDelta
-from duckllm.text.formats.json_text import Kind, kind_of, read_object, value_text
+from duckllm.text.formats.json_text import Kind, has_open_string, kind_of, read_object, value_text
 from duckllm.text.formats.markup import ParameterMarkup, ReasoningMarkup, ToolMarkup, to_json
 from duckllm.text.formats.reader import WHITE_SPACE, Reader, Reading
 
@@ -43,6 +43,8 @@ class MarkupParser:
         tools: Their schemas say what the values of arguments are, where the markup does not.
         begins_in_reasoning: Whether the prompt ended within the thinking.
         parallel_tool_calls: Whether there may be several calls; if not, later ones are left out.
+        content_has_form: Whether content is of a form, such as JSON, in which a mark begins no call: where
+            there are calls, they are all that there is behind the thinking.
 
     Threading: one parser belongs to one reply; it is not shared.
     """
@@ -55,10 +57,12 @@ class MarkupParser:
         *,
         begins_in_reasoning: bool = False,
         parallel_tool_calls: bool = True,
+        content_has_form: bool = False,
     ) -> None:
         self._reasoning, self._markup = reasoning, markup
         self._parameters: dict[str, Mapping[str, Any]] = {tool.name: tool.parameters for tool in tools}
         self._begins_in_reasoning, self._parallel = begins_in_reasoning, parallel_tool_calls
+        self._content_has_form = content_has_form
         self._num_calls = 0  # whether given or left out
         self._reader = Reader()
         self._given: list[tuple[_Given, list[str]]] = []  # since the last deltas
@@ -101,22 +105,21 @@ class MarkupParser:
                 return
         yield from reader.skip(marks.after_begin)
         ends = (marks.end, marks.before_end + marks.end)
-        calls = self._call_marks(self._markup) if self._markup and self._markup.ends_thinking else ()
+        calls = call_marks(self._markup) if self._markup and self._markup.ends_thinking else ()
         found = yield from reader.pass_until(ends + calls, self._give_reasoning)
         if found in calls:
             reader.unread(found or "")
         else:
             yield from reader.skip(marks.after_end)
 
-    @staticmethod
-    def _call_marks(markup: ToolMarkup) -> tuple[str, ...]:
-        """What says that calls begin, also with the white space that separates it from the content."""
-        marks = takewhile(_MARK.fullmatch, _parts(markup.begin + markup.call))
-        return tuple(space + mark for mark in marks for space in dict.fromkeys(("", markup.before)))
-
     def _read_content(self, markup: ToolMarkup) -> Reading[None]:
-        marks = self._call_marks(markup)
+        marks = call_marks(markup)
         parts = _parts(markup.begin + markup.call)
+        if self._content_has_form:
+            found = yield from self._reader.first_of(*marks)
+            if found is None:
+                return (yield from self._reader.pass_all(self._give_content))
+            self._reader.unread(found)
         while found := (yield from self._reader.pass_until(marks, self._give_content)):
             # A mark that other markup should precede is taken without it.
             rest = parts[parts.index(found.strip()) + 1 :]
@@ -239,9 +242,7 @@ class MarkupParser:
         ends = tuple({parameter.end, parameter.end.lstrip("\n")})
         found = None
         if kind != "string":
-            texts: list[str] = []
-            found = yield from self._reader.pass_until(ends, texts.append, _MAX_VALUE)
-            text = "".join(texts)
+            text, found = yield from self._read_json_up_to(ends)
             if len(text) <= _MAX_VALUE:
                 self._give_arguments(text if found is None else value_text(text, kind))
                 return found is not None
@@ -255,6 +256,27 @@ class MarkupParser:
         if found is not None:
             self._give_arguments('"')
         return found is not None
+
+    def _read_json_up_to(self, ends: tuple[str, ...]) -> Reading[tuple[str, str | None]]:
+        """A value and which of ``ends`` is behind it: the first one that is not in a string of its JSON."""
+        self._reader.mark()
+        texts: list[str] = []
+        found = yield from self._reader.pass_until(ends, texts.append, _MAX_VALUE)
+        if found is None or not has_open_string("".join(texts)):
+            self._reader.forget()
+            return "".join(texts), found
+        while found is not None and has_open_string("".join(texts)):
+            texts.append(found)
+            found = yield from self._reader.pass_until(ends, texts.append, _MAX_VALUE)
+        text = "".join(texts)
+        if found is not None and value_text(text, "json") == text.strip():
+            self._reader.forget()
+            return text, found
+        # It is no JSON, so nothing in it is a string.
+        self._reader.rewind()
+        texts = []
+        found = yield from self._reader.pass_until(ends, texts.append, _MAX_VALUE)
+        return "".join(texts), found
 
     def _match(self, parts: Sequence[str]) -> Reading[bool]:
         """Whether all of these come next, with any white space before each; read as far as they do."""
@@ -317,6 +339,12 @@ class MarkupParser:
                 deltas.append(ToolCallDelta(self._index, None, text))
         self._given = []
         return deltas
+
+
+def call_marks(markup: ToolMarkup) -> tuple[str, ...]:
+    """What says that calls begin, also with the white space that separates it from the content."""
+    marks = takewhile(_MARK.fullmatch, _parts(markup.begin + markup.call))
+    return tuple(space + mark for mark in marks for space in dict.fromkeys(("", markup.before)))
 
 
 class _Begun:
