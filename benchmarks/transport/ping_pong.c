@@ -1,11 +1,13 @@
-/* The ceiling of a round trip: two processes, one TCP connection over loopback, nothing but send and receive.
+/* The ceiling of a round trip: two processes, one TCP connection, nothing but send and receive.
  *
- *     ping_pong block|spin OUT_BYTES BACK_BYTES STEPS
+ *     ping_pong block|spin OUT_BYTES BACK_BYTES STEPS [NAMESPACE ADDRESS]
  *
- * prints the nanoseconds of each step. round_trip.py compiles and calls it. */
+ * prints the nanoseconds of each step, over loopback, or to an address in another network namespace, which is
+ * named by its file. round_trip.py and namespaces.py compile and call it. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <netinet/tcp.h>
 #include <sched.h>
 #include <stdio.h>
@@ -64,15 +66,27 @@ static long long now_ns(void) {
   return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
+/* Sockets made from now on are in that namespace. */
+static void enter(int namespace) {
+  if (namespace < 0 || setns(namespace, CLONE_NEWNET) != 0) fail("namespace");
+}
+
 int main(int argc, char** argv) {
-  if (argc != 5) return 2;
+  if (argc != 5 && argc != 7) return 2;
   flags = strcmp(argv[1], "spin") == 0 ? MSG_DONTWAIT : 0;
   size_t out_bytes = strtoul(argv[2], NULL, 10), back_bytes = strtoul(argv[3], NULL, 10);
   long steps = strtol(argv[4], NULL, 10), warm_up = 20, one = 1;
   char* buffer = calloc(1, out_bytes > back_bytes ? out_bytes : back_bytes);
   struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
   socklen_t length = sizeof address;
-  int listener = socket(AF_INET, SOCK_STREAM, 0), fd = socket(AF_INET, SOCK_STREAM, 0);
+  int here = open("/proc/self/ns/net", O_RDONLY);
+  if (argc == 7) {
+    if (inet_pton(AF_INET, argv[6], &address.sin_addr) != 1) return 2;
+    enter(open(argv[5], O_RDONLY));
+  }
+  int listener = socket(AF_INET, SOCK_STREAM, 0);
+  if (argc == 7) enter(here);
+  int fd = socket(AF_INET, SOCK_STREAM, 0);
   if (buffer == NULL || listener < 0 || fd < 0) fail("socket");
   if (bind(listener, (struct sockaddr*)&address, length) != 0 || listen(listener, 1) != 0) fail("listen");
   if (getsockname(listener, (struct sockaddr*)&address, &length) != 0) fail("getsockname");

