@@ -24,7 +24,7 @@ from duckllm.errors import WorkerLostError
 from duckllm.transport.flock import Flock
 from worker_harness import WorkerProcess, running_worker, stop_process
 
-PREFILL, DECODE = 1, 40  # numbers of a step of each
+PREFILL, DECODE, IDLE = 1, 40, -1  # numbers of a step of each; before the first one
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=16)
 SEEDED = SamplingParams(temperature=1.0, seed=7, ignore_eos=True, max_tokens=16)
 QUICK: dict[str, Any] = {"worker_silence_s": 0.25, "max_model_len": 256, "shares": "even"}
@@ -63,7 +63,7 @@ def prompts(demo_folder: Path) -> Iterator[Prompts]:
 
 @pytest.fixture
 def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object]], list[int]]:
-    """Has something done just before the n-th step from now; the list grows by one when it was."""
+    """Has something done before the n-th step from now, or at once; the list grows by one when it was."""
     submit = Flock.submit
     waiting: list[tuple[list[int], Callable[[], object], list[int]]] = []
 
@@ -79,6 +79,9 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], obje
     monkeypatch.setattr(Flock, "submit", counted)
 
     def plan(step: int, action: Callable[[], object]) -> list[int]:
+        if step == IDLE:
+            action()
+            return [1]
         done: list[int] = []
         waiting.append(([step], action, done))
         return done
@@ -98,12 +101,10 @@ def test_local_workers(
     before = children()
     with LLM(demo_folder, workers=2, **QUICK, **options) as llm:
         count = len(children() - before)
-        for moment, victim, params in ((PREFILL, 0, GREEDY), (DECODE, 1, SEEDED), (None, 0, SEEDED)):
+        for moment, victim, params in ((PREFILL, 0, GREEDY), (DECODE, 1, SEEDED), (IDLE, 0, SEEDED)):
             prompt, expected = prompts.next(params)
             info = llm.cluster_info()
-            if moment is None:
-                fault(info.pids[victim])
-            done = [1] if moment is None else at_step(moment, lambda pids=info.pids, v=victim: fault(pids[v]))  # type: ignore[misc]
+            done = at_step(moment, lambda pids=info.pids, v=victim: fault(pids[v]))  # type: ignore[misc]
             assert reply(llm, prompt, params) == expected
             assert done == [1]
             now = llm.cluster_info()
@@ -181,6 +182,8 @@ def test_workers_at_addresses_that_come_back(
             (lambda: nodes.stop_for(1, 1.2), PREFILL, GREEDY),
             (lambda: nodes.stop_for(0, 1.2), DECODE, SEEDED),
             (lambda: nodes.stop_for(0, 0.05), DECODE, SEEDED),
+            (lambda: nodes.restart(1), IDLE, GREEDY),
+            (lambda: nodes.stop_for(0, 1.2), IDLE, SEEDED),
         ):
             prompt, expected = prompts.next(params)
             done = at_step(moment, action)

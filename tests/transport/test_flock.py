@@ -207,12 +207,19 @@ def test_ctrl_c_while_a_worker_is_brought_back(undisturbed: list[bytes]) -> None
 
 
 def test_ctrl_c_while_a_step_is_waited_for(undisturbed: list[bytes]) -> None:
-    with flock_of_three(worker1=(-1, "")) as (flock, cluster, _, ends):
-        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
+    with flock_of_three(silence_s=0.05, worker1=(-1, "")) as (flock, cluster, _, ends):
+        # Not by the clock: on a busy machine that may be before the wait, or before this test's own care.
+        threads = [threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT))]
+
+        def interrupt_soon(workers: Sequence[int]) -> list[int]:
+            if threads[0].ident is None:
+                threads[0].start()
+            return []
+
+        cluster.silent = interrupt_soon
         with pytest.raises(KeyboardInterrupt):
             run_two_lanes(flock)
-        timer.join()
+        threads[0].join()
         cluster.start(1, ends[1].dup())
         assert run_two_lanes(flock) == undisturbed
         assert cluster.replaced == []

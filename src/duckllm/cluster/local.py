@@ -37,6 +37,7 @@ START_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
 _SPIN_US_WITH_SPARE_CORES = 100
 _MAX_LISTENING_LINE_BYTES = 4096
+_LOOK_AGAIN_S = 0.02
 _log = logging.getLogger("duckllm")
 
 
@@ -150,6 +151,19 @@ class LocalCluster(Cluster):
         """Stops the workers: end of input, then SIGTERM, then SIGKILL; each is waited for. Idempotent."""
         super().close()
         self._stop_children()
+
+    def find_silent(self, workers: Sequence[int], timeout_s: float) -> list[int]:
+        """As :meth:`Cluster.find_silent`, by what the system says of the processes.
+
+        One that has nothing but work, on a machine that has too much of it, may say nothing for long and is
+        not stopped; one that is stopped all the time, or has ended, is silent.
+        """
+        deadline = time.monotonic() + timeout_s
+        silent = [worker for worker in workers if _stands_still(self._children[worker].process.pid)]
+        while silent and time.monotonic() < deadline:
+            time.sleep(_LOOK_AGAIN_S)
+            silent = [worker for worker in silent if _stands_still(self._children[worker].process.pid)]
+        return silent
 
     def _bring_back(self, worker: int, deadline: float, attempt_s: float, *, is_silent: bool) -> Connection:
         assert self._token is not None
@@ -285,6 +299,15 @@ def wait_until_listening(child: Child, name: str, deadline: float) -> Address:
     except (ValueError, KeyError, TypeError, ConfigError) as error:
         raise WorkerUnavailableError(f"{name} said {line!r}, expected its address") from error
     return child.address
+
+
+def _stands_still(pid: int) -> bool:
+    """Whether a process is stopped, or has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as status:
+            return status.read().rpartition(")")[2].split()[0] in ("T", "t", "Z", "X")
+    except OSError:
+        return True
 
 
 def _peak_rss_bytes(pid: int) -> int:
