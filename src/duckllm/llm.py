@@ -24,7 +24,7 @@ from duckllm.engine.cache_size import DEFAULT_MAX_NUM_SEQS, HostMemory
 from duckllm.engine.page_files import check_folder
 from duckllm.errors import CheckpointError, ConfigError, InWords, RequestError
 from duckllm.models.registry import check_context, open_model
-from duckllm.outputs import EngineMetrics, RequestOutput, StreamOutput, WorkerTimes
+from duckllm.outputs import EngineMetrics, EngineState, RequestOutput, StreamOutput, WorkerTimes
 from duckllm.sampling_params import SamplingParams
 from duckllm.text import Tokenizer
 from duckllm.text.chat_format import chat_format
@@ -190,8 +190,18 @@ class LLM:
         return self._memory
 
     def stats(self) -> EngineMetrics:
-        """What was computed so far and how long it took, in all and over the last steps."""
+        """What was computed so far and how long it took, in all and over the last steps.
+
+        Threading: any thread, while a reply is computed too.
+        """
         return self._engine.stats.metrics()
+
+    def state(self) -> EngineState:
+        """What is under way at the moment, and how full the KV cache is.
+
+        Threading: any thread, while a reply is computed too.
+        """
+        return self._engine.state()
 
     def conversation(self, system: str | None = None, *, keep_thinking: bool = True) -> Conversation:
         """A conversation whose every turn goes on from the tokens of the turns before, as they really were.

@@ -153,6 +153,46 @@ class EngineMetrics:
     inter_token_p99_s: float | None
 
 
+@dataclass(frozen=True)
+class CachePages:
+    """Pages of the KV cache and of the tiers below it, by what is in them.
+
+    Args:
+        used: Of the pool, those that requests under way have.
+        reusable: Of the pool, those that nobody uses and whose content waits for a prompt that begins alike.
+        free: Of the pool, those without content.
+        memory: In the memory tier.
+        max_memory: Most that it holds; 0 where there is none.
+        disk: In the disk tier.
+        max_disk: Most that it holds; 0 where there is none.
+        page_bytes: Size of a page.
+    """
+
+    used: int
+    reusable: int
+    free: int
+    memory: int
+    max_memory: int
+    disk: int
+    max_disk: int
+    page_bytes: int
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """What is under way at the moment.
+
+    Args:
+        num_running: Replies that are computed; each has pages of the KV cache.
+        num_waiting: Replies that wait for room.
+        cache: The KV cache.
+    """
+
+    num_running: int
+    num_waiting: int
+    cache: CachePages
+
+
 def percentile(values: Iterable[float], percent: float) -> float | None:
     """The smallest value that ``percent`` of the values do not exceed; None of none."""
     ordered = sorted(values)

@@ -64,6 +64,10 @@ class DiskTier:
         with self._lock:
             return page_hash in self._folder or self._waiting_content(page_hash) is not None
 
+    def occupancy(self) -> tuple[int, int]:
+        """Pages in the folder, as far as this process knows, and most there. Any thread may ask."""
+        return len(self._folder), self._folder.max_pages
+
     def save(self, chain: Sequence[tuple[PageKey, int]]) -> None:
         """Saves the pages of one context, in their order, as far as they are not there; all count as used."""
         with self._lock:

@@ -24,6 +24,7 @@ from duckllm.errors import RequestError
 from duckllm.layers.step import LayerCache, SequenceStep
 from duckllm.models.causal_lm import CausalLM
 from duckllm.models.mtp import MTPLayer
+from duckllm.outputs import EngineState
 from duckllm.sampling_params import SamplingParams
 from duckllm.text import Tokenizer
 from duckllm.text.grammar import GrammarTable
@@ -137,6 +138,11 @@ class Engine:
             index=index,
             grammar_table=self._table(tokenizer) if params.structured_outputs is not None else None,
         )
+
+    def state(self) -> EngineState:
+        """What is under way. Any thread may ask, while a step is computed too."""
+        scheduler = self.scheduler
+        return EngineState(scheduler.num_running, scheduler.num_waiting, self.kv_cache.occupancy())
 
     def _table(self, tokenizer: Tokenizer | None) -> GrammarTable:
         """The tokens as grammars need them, made once."""

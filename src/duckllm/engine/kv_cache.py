@@ -24,6 +24,7 @@ from duckllm.engine.disk_tier import PENDING
 from duckllm.engine.page_files import PageBytes, PageFormat, PageKey
 from duckllm.engine.tiers import Tiers, TierSettings
 from duckllm.layers.step import LayerCache, SequenceStep
+from duckllm.outputs import CachePages
 
 # Most bytes that come up from the tiers in one step: those who answer wait for them.
 FETCH_BYTES = 64 << 20
@@ -94,6 +95,12 @@ class KvCache:
     def num_available_pages(self) -> int:
         """Pages that nobody uses."""
         return self._num_free + len(self._unused)
+
+    def occupancy(self) -> CachePages:
+        """How full it is, and the tiers below. Any thread may ask, for counts of about the same moment."""
+        num_unused, num_free = len(self._unused), self._num_free
+        used = max(0, self.num_pages - num_unused - num_free)
+        return CachePages(used, num_unused, num_free, *self._tiers.occupancy(), self.format.page_bytes)
 
     def open(self, token_ids: Sequence[int]) -> tuple[PageTable, int]:
         """A table that begins with the pages that are in the pool, and how many tokens they hold.

@@ -69,6 +69,16 @@ class Scheduler:
     def __contains__(self, request: Request) -> bool:
         return request in self._running or request in self._waiting
 
+    @property
+    def num_running(self) -> int:
+        """Requests that are computed. Any thread may ask."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for room. Any thread may ask."""
+        return len(self._waiting)
+
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """Around every change of who has which pages.

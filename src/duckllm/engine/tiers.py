@@ -71,6 +71,11 @@ class Tiers:
     def __contains__(self, page_hash: bytes) -> bool:
         return page_hash in self._memory or (self._disk is not None and page_hash in self._disk)
 
+    def occupancy(self) -> tuple[int, int, int, int]:
+        """Pages in memory, most there, pages on disk, most there. Any thread may ask."""
+        disk = (0, 0) if self._disk is None else self._disk.occupancy()
+        return len(self._memory), self._most_in_memory, *disk
+
     def close(self) -> None:
         """Saves what waits to be saved; harmless when repeated."""
         if self._disk is not None:
