@@ -26,7 +26,16 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from duckllm.errors import ConfigError, DuckError, UnavailableError
-from duckllm.server import cluster_status, openai_chat, openai_completions, openai_models, page
+from duckllm.server import (
+    anthropic,
+    cluster_status,
+    openai_chat,
+    openai_completions,
+    openai_models,
+    page,
+    responses,
+    tokenize,
+)
 from duckllm.server.chat_service import DEFAULT_MAX_WAITING, ChatService
 from duckllm.server.engine_thread import EngineThread, LoadingProgress, describe_place
 from duckllm.server.errors import as_api_error, from_validation
@@ -90,7 +99,7 @@ def make_app(service: ChatService, config: ServerConfig) -> FastAPI:
     """All paths, behind the checks of who asks and how much."""
     app = FastAPI(title="duck-llm", docs_url=None, redoc_url=None, redirect_slashes=False)
     model = ServedModel(config.model_name, service)
-    for module in (openai_chat, openai_completions, openai_models, cluster_status):
+    for module in (openai_chat, openai_completions, openai_models, responses, anthropic, tokenize):
         app.include_router(module.router(service, model))
     app.include_router(page.router())
     app.add_api_route("/health", _health(service), tags=["server"])

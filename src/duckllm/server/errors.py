@@ -148,6 +148,9 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, f"body: got no valid JSON ({why}), expected a JSON object")
     if not param:
         return ApiError(400, "body: got no JSON object, expected one, sent as content-type: application/json")
+    if error["type"] == "union_tag_invalid":
+        kind, kinds = (re.sub("[<>]", "", str(error["ctx"][name])) for name in ("tag", "expected_tags"))
+        return ApiError(400, f"{param}.type: got {kind!r}, expected one of {kinds}", param=f"{param}.type")
     message = str(error["msg"])
     for prefix, instead in (("Input should be ", ""), ("Value error, ", ""), ("Assertion failed, ", "")):
         message = message.replace(prefix, instead)

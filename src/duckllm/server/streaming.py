@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -107,3 +107,8 @@ def data_event(value: object) -> bytes:
 def json_bytes(value: object) -> bytes:
     """JSON in UTF-8 on one line."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def named_event(value: Mapping[str, Any]) -> bytes:
+    """An event that is named by its ``type``, as Anthropic's and the Responses API's streams have them."""
+    return f"event: {value['type']}\n".encode() + data_event(value)
