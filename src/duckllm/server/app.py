@@ -99,7 +99,8 @@ def make_app(service: ChatService, config: ServerConfig) -> FastAPI:
     """All paths, behind the checks of who asks and how much."""
     app = FastAPI(title="duck-llm", docs_url=None, redoc_url=None, redirect_slashes=False)
     model = ServedModel(config.model_name, service)
-    for module in (openai_chat, openai_completions, openai_models, responses, anthropic, tokenize):
+    apis = (openai_chat, openai_completions, openai_models, responses, anthropic, tokenize)
+    for module in (*apis, cluster_status):
         app.include_router(module.router(service, model))
     app.include_router(page.router())
     app.add_api_route("/health", _health(service), tags=["server"])
