@@ -61,6 +61,7 @@ class PageServer:
         key: The key it wants; None for none.
         refusal: Status and error of chat completions; None to answer.
         cluster: What ``/cluster`` says.
+        card: What the model's card has beside its name.
         requests: The bodies of chat completions, as they came.
         num_left: Clients that went away in the middle of a reply.
     """
@@ -70,6 +71,7 @@ class PageServer:
     key: str | None = None
     refusal: tuple[int, dict[str, Any]] | None = None
     cluster: dict[str, Any] = field(default_factory=dict)
+    card: dict[str, Any] = field(default_factory=lambda: {"context_length": 2048})
     requests: list[dict[str, Any]] = field(default_factory=list)
     num_left: int = 0
     url: str = ""
@@ -87,7 +89,7 @@ class PageServer:
         @app.get("/v1/models")
         async def models(request: Request) -> Response:
             return self._refused(request) or JSONResponse(
-                {"object": "list", "data": [{"id": "demo", "object": "model", "max_model_len": 2048}]}
+                {"object": "list", "data": [{"id": "demo", "object": "model", **self.card}]}
             )
 
         @app.get("/cluster")

@@ -36,10 +36,22 @@ class ServedModel:
         return f"fp_{self._service.llm.model_hash[:12]}"
 
     def card(self) -> dict[str, Any]:
-        """The model in OpenAI's form, with vLLM's name for its context length."""
+        """The model in OpenAI's form, with vLLM's name for its context length.
+
+        Beside it, for the web page: what a request has that leaves sampling to the model, and whether its
+        thinking can be turned on and off.
+        """
         length = self._service.llm.max_model_len
+        params = self._service.llm.default_sampling_params
+        sampling = {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         about = {"id": self.names[0], "object": "model", "created": self.created, "owned_by": "duckllm"}
-        return {**about, "max_model_len": length, "context_length": length}
+        return {
+            **about,
+            "max_model_len": length,
+            "context_length": length,
+            "default_sampling_params": sampling,
+            "can_switch_thinking": self._service.format.can_switch_thinking,
+        }
 
 
 def router(service: ChatService, model: ServedModel) -> APIRouter:

@@ -54,6 +54,11 @@ class ChatFormat:
         self.markup: ToolMarkup = self._traits.markup
         self.reasoning: ReasoningMarkup | None = self._traits.reasoning
 
+    @property
+    def can_switch_thinking(self) -> bool:
+        """Whether ``enable_thinking`` makes a difference."""
+        return bool(self._traits.switches)
+
     def prompt(self, messages: Sequence[ChatMessage], options: ChatOptions = ChatOptions()) -> ChatPrompt:  # noqa: B008
         """A conversation up to where the reply begins.
 

@@ -43,13 +43,13 @@ def check(page: Page, least: int) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 1280])
 def test_every_view_has_contrast_names_and_room(
-    new_page: Callable[..., Page], server: PageServer, scheme: str, width: int
+    new_page: Callable[..., Page], canned: PageServer, scheme: str, width: int
 ) -> None:
     """320 px is also what is left of 640 px at a zoom of 200 %."""
-    server.cluster = cluster_answer(workers=4, lost=[2])
-    server.replies = [[Thought("Hm."), REPLY]]
+    canned.cluster = cluster_answer(workers=4, lost=[2])
+    canned.replies = [[Thought("Hm."), REPLY]]
     page = new_page(viewport={"width": width, "height": 700}, color_scheme=scheme, reduced_motion="reduce")
-    page.goto(server.url)
+    page.goto(canned.url)
     page.locator("#model", has_text="demo").wait_for()
     check(page, 3)
     page.get_by_label("Message", exact=True).fill("A question of some length, so that it has to be cut")
@@ -62,8 +62,8 @@ def test_every_view_has_contrast_names_and_room(
         page.keyboard.press(shortcut)
         check(page, 10)
         page.keyboard.press("Escape")
-    server.health = (503, {"status": "loading", "stage": "weights", "progress": 0.5})
-    page.goto(f"{server.url}/#/cluster")
+    canned.health = (503, {"status": "loading", "stage": "weights", "progress": 0.5})
+    page.goto(f"{canned.url}/#/cluster")
     page.reload()
     expect(page.locator(".workers tbody tr")).to_have_count(4)
     expect(page.locator("#banner")).to_be_visible()
@@ -85,20 +85,20 @@ def test_the_scheme_can_be_chosen_and_is_kept(page: Page) -> None:
     assert page.evaluate(ground) == light
 
 
-def test_all_of_a_conversation_by_keyboard(page: Page, server: PageServer) -> None:
+def test_all_of_a_conversation_by_keyboard(page: Page, canned: PageServer) -> None:
     focused = "document.activeElement.id || document.activeElement.getAttribute('aria-label')"
     assert page.evaluate(focused) == "message"
     page.keyboard.type("One")
     page.keyboard.press("Shift+Enter")
     page.keyboard.type("two")
     gate = Gate()
-    server.replies = [["Well", gate, "."], ["Other."]]
+    canned.replies = [["Well", gate, "."], ["Other."]]
     page.keyboard.press("Enter")
     expect(page.locator(".prose").nth(1)).to_have_text("Well")
     assert page.evaluate(focused) == "message"
     gate.open()
     expect(page.locator(".facts")).not_to_be_empty()
-    assert server.requests[0]["messages"][0]["content"] == "One\ntwo"
+    assert canned.requests[0]["messages"][0]["content"] == "One\ntwo"
     for name in ("Regenerate", "Copy the reply"):
         page.keyboard.press("Shift+Tab")
         assert page.evaluate(focused) == name
@@ -122,7 +122,7 @@ def test_all_of_a_conversation_by_keyboard(page: Page, server: PageServer) -> No
     expect(page.locator(".message")).to_have_count(2)
 
 
-def test_replies_are_read_by_the_block_and_not_by_the_token(page: Page, server: PageServer) -> None:
+def test_replies_are_read_by_the_block_and_not_by_the_token(page: Page, canned: PageServer) -> None:
     page.evaluate(
         """() => {
           window.heard = [];
@@ -133,7 +133,7 @@ def test_replies_are_read_by_the_block_and_not_by_the_token(page: Page, server: 
           }).observe(document.getElementById("said"), { childList: true });
         }"""
     )
-    server.replies = [[*"First block.\n\n", *"Second block.\n\n```py\n1\n```"]]
+    canned.replies = [[*"First block.\n\n", *"Second block.\n\n```py\n1\n```"]]
     page.keyboard.type("Say")
     page.keyboard.press("Enter")
     expect(page.locator(".facts")).not_to_be_empty()
@@ -145,9 +145,9 @@ def test_replies_are_read_by_the_block_and_not_by_the_token(page: Page, server: 
     assert live == ["said"]
 
 
-def test_a_phone_has_the_list_in_a_drawer(new_page: Callable[..., Page], server: PageServer) -> None:
+def test_a_phone_has_the_list_in_a_drawer(new_page: Callable[..., Page], canned: PageServer) -> None:
     page = new_page(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
-    page.goto(server.url)
+    page.goto(canned.url)
     page.locator("#model", has_text="demo").wait_for()
     field = page.get_by_label("Message", exact=True)
     field.tap()

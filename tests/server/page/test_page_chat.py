@@ -55,9 +55,9 @@ def saved(page: Page, text: str) -> None:
     )
 
 
-def test_a_conversation_streams_goes_on_and_is_kept(page: Page, server: PageServer) -> None:
+def test_a_conversation_streams_goes_on_and_is_kept(page: Page, canned: PageServer) -> None:
     gate = Gate()
-    server.replies = [
+    canned.replies = [
         [Thought("Let me *see*."), "A **duck** is a ", gate, "bird.\n\n```py\nquack()\n```"],
         ["Yes."],
     ]
@@ -83,7 +83,7 @@ def test_a_conversation_streams_goes_on_and_is_kept(page: Page, server: PageServ
 
     send(page, "Does it swim?")
     whole(page, 2)
-    first, second = server.requests
+    first, second = canned.requests
     assert first == {
         "model": "demo",
         "messages": [{"role": "user", "content": "What is a duck?"}],
@@ -92,7 +92,11 @@ def test_a_conversation_streams_goes_on_and_is_kept(page: Page, server: PageServ
     }
     assert second["messages"] == [
         {"role": "user", "content": "What is a duck?"},
-        {"role": "assistant", "content": "A **duck** is a bird.\n\n```py\nquack()\n```"},
+        {
+            "role": "assistant",
+            "content": "A **duck** is a bird.\n\n```py\nquack()\n```",
+            "reasoning_content": "Let me *see*.",
+        },
         {"role": "user", "content": "Does it swim?"},
     ]
 
@@ -111,27 +115,27 @@ def test_a_conversation_streams_goes_on_and_is_kept(page: Page, server: PageServ
     expect(page.locator(".message")).to_have_count(4)
 
 
-def test_escape_stops_a_reply_and_keeps_what_was_said(page: Page, server: PageServer) -> None:
+def test_escape_stops_a_reply_and_keeps_what_was_said(page: Page, canned: PageServer) -> None:
     gate = Gate()
-    server.replies = [["One, two, ", gate, "three."], ["Four."]]
+    canned.replies = [["One, two, ", gate, "three."], ["Four."]]
     send(page, "Count")
     expect(reply(page)).to_have_text("One, two,")
     page.keyboard.press("Escape")
     expect(page.locator(".problem")).to_have_text("Stopped.")
-    while not server.num_left:  # the server learns of it, and its gate stays closed
+    while not canned.num_left:  # the server learns of it, and its gate stays closed
         page.wait_for_timeout(5)
     send(page, "Go on")
     expect(reply(page, 2)).to_have_text("Four.")
-    assert server.requests[1]["messages"][1] == {"role": "assistant", "content": "One, two, "}
+    assert canned.requests[1]["messages"][1] == {"role": "assistant", "content": "One, two, "}
     saved(page, "Four.")
     page.reload()
     expect(reply(page)).to_have_text("One, two,")
     expect(page.locator(".problem")).to_have_text(["Stopped.", ""])
 
 
-def test_a_reload_in_the_middle_of_a_reply_keeps_every_word(page: Page, server: PageServer) -> None:
+def test_a_reload_in_the_middle_of_a_reply_keeps_every_word(page: Page, canned: PageServer) -> None:
     gate = Gate()
-    server.replies = [["Quack ", "quack ", "quack.", gate], ["Again."]]
+    canned.replies = [["Quack ", "quack ", "quack.", gate], ["Again."]]
     send(page, "Say it")
     expect(reply(page)).to_have_text("Quack quack quack.")
     page.reload()
@@ -142,9 +146,9 @@ def test_a_reload_in_the_middle_of_a_reply_keeps_every_word(page: Page, server: 
     expect(reply(page)).to_have_text("Again.")
 
 
-def test_another_conversation_can_be_read_while_one_is_answered(page: Page, server: PageServer) -> None:
+def test_another_conversation_can_be_read_while_one_is_answered(page: Page, canned: PageServer) -> None:
     gate = Gate()
-    server.replies = [["Slow ", gate, "reply."], ["Quick."]]
+    canned.replies = [["Slow ", gate, "reply."], ["Quick."]]
     send(page, "First")
     expect(reply(page)).to_have_text("Slow")
     page.keyboard.press("Alt+n")
@@ -157,8 +161,8 @@ def test_another_conversation_can_be_read_while_one_is_answered(page: Page, serv
     expect(reply(page)).to_have_text("Slow reply.")
 
 
-def test_other_replies_and_edits_are_branches(page: Page, server: PageServer) -> None:
-    server.replies = [["Red."], ["Green."], ["Loud."]]
+def test_other_replies_and_edits_are_branches(page: Page, canned: PageServer) -> None:
+    canned.replies = [["Red."], ["Green."], ["Loud."]]
     send(page, "A colour")
     whole(page)
     page.get_by_role("button", name="Regenerate").click()
@@ -167,7 +171,7 @@ def test_other_replies_and_edits_are_branches(page: Page, server: PageServer) ->
     page.get_by_role("button", name="Version before").click()
     expect(reply(page)).to_have_text("Red.")
     expect(page.locator(".place")).to_have_text("1/2")
-    assert server.requests[0]["messages"] == server.requests[1]["messages"]
+    assert canned.requests[0]["messages"] == canned.requests[1]["messages"]
 
     page.locator(".message.user").hover()
     page.get_by_role("button", name="Edit and send again").click()
@@ -179,7 +183,7 @@ def test_other_replies_and_edits_are_branches(page: Page, server: PageServer) ->
     editor.fill("A sound")
     page.keyboard.press("Enter")
     expect(reply(page)).to_have_text("Loud.")
-    assert server.requests[2]["messages"] == [{"role": "user", "content": "A sound"}]
+    assert canned.requests[2]["messages"] == [{"role": "user", "content": "A sound"}]
     saved(page, "Loud.")
     page.reload()
     expect(page.locator(".said")).to_have_text("A sound")
@@ -194,10 +198,10 @@ HOSTILE = (
 )
 
 
-def test_what_a_model_writes_is_text_wherever_it_is_shown(page: Page, server: PageServer) -> None:
+def test_what_a_model_writes_is_text_wherever_it_is_shown(page: Page, canned: PageServer) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
-    server.replies = [[Thought(HOSTILE), HOSTILE, Failure(HOSTILE)]]
+    canned.replies = [[Thought(HOSTILE), HOSTILE, Failure(HOSTILE)]]
     send(page, HOSTILE)
     expect(page.locator(".problem")).to_have_text(HOSTILE)
     page.locator(".thinking summary").click()
@@ -212,11 +216,11 @@ def test_what_a_model_writes_is_text_wherever_it_is_shown(page: Page, server: Pa
         assert link.get_attribute("rel") == "noopener noreferrer"
     assert page.locator("#messages :is(img, script, iframe, style)").count() == 0
     assert page.evaluate("window.hacked") is None
-    assert all(url.startswith(server.url) for url in asked)
+    assert all(url.startswith(canned.url) for url in asked)
 
 
 def test_settings_are_sent_where_they_are_set_and_belong_to_the_conversation(
-    page: Page, server: PageServer
+    page: Page, canned: PageServer
 ) -> None:
     page.keyboard.press("Alt+p")
     for label, value in {
@@ -235,7 +239,7 @@ def test_settings_are_sent_where_they_are_set_and_belong_to_the_conversation(
     page.keyboard.press("Escape")
     send(page, "Hello")
     whole(page)
-    request = server.requests[0]
+    request = canned.requests[0]
     assert request["messages"][0] == {"role": "system", "content": "Be brief."}
     assert {
         name: request[name] for name in set(request) - {"model", "messages", "stream", "stream_options"}
@@ -256,14 +260,32 @@ def test_settings_are_sent_where_they_are_set_and_belong_to_the_conversation(
     page.keyboard.press("Escape")
     send(page, "Again")
     whole(page, 2)
-    assert set(server.requests[1]) == {"model", "messages", "stream", "stream_options"}
-    assert server.requests[1]["messages"][0]["role"] == "user"
+    assert set(canned.requests[1]) == {"model", "messages", "stream", "stream_options"}
+    assert canned.requests[1]["messages"][0]["role"] == "user"
 
 
-def test_a_key_is_asked_for_kept_and_forgotten(new_page: Callable[..., Page], server: PageServer) -> None:
-    server.key = "right"
+def test_an_empty_field_shows_what_the_model_does(page: Page, canned: PageServer) -> None:
+    page.keyboard.press("Alt+p")
+    page.get_by_label("Thinking", exact=True).select_option("On")
+    expect(page.get_by_label("Temperature", exact=True)).to_have_attribute("placeholder", "model's own")
+    sampling = {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "min_p": 0.0}
+    canned.card = {"context_length": 64, "default_sampling_params": sampling, "can_switch_thinking": False}
+    page.reload()
+    expect(page.locator("#model")).to_have_text("demo, 64 tokens of context")
+    page.keyboard.press("Alt+p")
+    shown = {name: page.locator(f"#setting-{name}").get_attribute("placeholder") for name in sampling}
+    assert shown == {"temperature": "0.6", "top_p": "0.95", "top_k": "0", "min_p": "0"}
+    expect(page.get_by_label("Thinking", exact=True)).to_be_hidden()
+    page.keyboard.press("Escape")
+    send(page, "Hello")
+    whole(page)
+    assert "chat_template_kwargs" not in canned.requests[0]
+
+
+def test_a_key_is_asked_for_kept_and_forgotten(new_page: Callable[..., Page], canned: PageServer) -> None:
+    canned.key = "right"
     page = new_page()
-    page.goto(server.url)
+    page.goto(canned.url)
     field = page.get_by_label("Key", exact=True)
     expect(page.get_by_role("dialog")).to_contain_text("The server wants a key.")
     field.fill("wrong")
@@ -289,33 +311,33 @@ def test_a_key_is_asked_for_kept_and_forgotten(new_page: Callable[..., Page], se
 
 
 def test_it_waits_while_the_model_loads_and_goes_on_by_itself(
-    new_page: Callable[..., Page], server: PageServer
+    new_page: Callable[..., Page], canned: PageServer
 ) -> None:
-    server.health = (503, {"status": "loading", "stage": "weights", "progress": 0.25})
+    canned.health = (503, {"status": "loading", "stage": "weights", "progress": 0.25})
     page = new_page()
-    page.goto(server.url)
+    page.goto(canned.url)
     banner = page.get_by_role("status").filter(has_text="loading")
     expect(banner).to_contain_text("The model is loading: weights, 25 %.")
     expect(page.get_by_role("progressbar")).to_have_attribute("value", "0.25")
     send(page, "Are you there?")
     expect(page.locator(".waiting")).to_be_visible()
-    assert server.requests == []
-    server.health = (200, {"status": "ok"})
+    assert canned.requests == []
+    canned.health = (200, {"status": "ok"})
     expect(reply(page)).to_have_text("Hello.")
     expect(page.locator("#banner")).to_be_hidden()
 
 
 def test_a_worker_that_is_lost_is_an_error_and_a_model_that_loads_is_waited_for(
-    page: Page, server: PageServer
+    page: Page, canned: PageServer
 ) -> None:
-    server.refusal = (503, {"message": "Worker 1 is lost.", "type": "worker_lost_error", "code": None})
+    canned.refusal = (503, {"message": "Worker 1 is lost.", "type": "worker_lost_error", "code": None})
     send(page, "Hello")
     expect(page.locator(".problem.error")).to_have_text("Worker 1 is lost.")
-    server.health = (503, {"status": "loading", "stage": "weights", "progress": None})
+    canned.health = (503, {"status": "loading", "stage": "weights", "progress": None})
     page.get_by_role("button", name="Regenerate").click()
     expect(page.locator("#banner-text")).to_contain_text("The model is loading: weights.")
-    server.refusal = None
-    server.health = (200, {"status": "ok"})
+    canned.refusal = None
+    canned.health = (200, {"status": "ok"})
     expect(reply(page)).to_have_text("Hello.")
 
 
@@ -337,19 +359,19 @@ def test_a_worker_that_is_lost_is_an_error_and_a_model_that_loads_is_waited_for(
     ],
 )  # fmt: skip
 def test_refusals_are_told_in_words(
-    page: Page, server: PageServer, status: int, error: dict[str, object], words: str
+    page: Page, canned: PageServer, status: int, error: dict[str, object], words: str
 ) -> None:
-    server.refusal = (status, error)
+    canned.refusal = (status, error)
     send(page, "Hello")
     expect(page.locator(".problem.error")).to_have_text(words)
-    server.refusal = None
+    canned.refusal = None
     send(page, "Once more")
     expect(reply(page, 2)).to_have_text("Hello.")
-    assert [message["role"] for message in server.requests[0]["messages"]] == ["user", "user"]
+    assert [message["role"] for message in canned.requests[0]["messages"]] == ["user", "user"]
 
 
-def test_streams_that_fail_keep_what_came(page: Page, server: PageServer) -> None:
-    server.replies = [["Half", Failure("A worker is lost.")], ["Half", Failure("")], ["Whole."]]
+def test_streams_that_fail_keep_what_came(page: Page, canned: PageServer) -> None:
+    canned.replies = [["Half", Failure("A worker is lost.")], ["Half", Failure("")], ["Whole."]]
     send(page, "One")
     expect(page.locator(".problem.error")).to_have_text("A worker is lost.")
     expect(reply(page)).to_have_text("Half")
@@ -361,7 +383,7 @@ def test_streams_that_fail_keep_what_came(page: Page, server: PageServer) -> Non
     expect(reply(page, 3)).to_have_text("Whole.")
 
 
-def test_a_full_store_is_told_and_the_conversation_goes_on(page: Page, server: PageServer) -> None:
+def test_a_full_store_is_told_and_the_conversation_goes_on(page: Page, canned: PageServer) -> None:
     page.evaluate(
         """() => {
           IDBObjectStore.prototype.put = () => { throw new DOMException("full", "QuotaExceededError"); };
@@ -378,7 +400,7 @@ def test_a_full_store_is_told_and_the_conversation_goes_on(page: Page, server: P
 
 
 def test_renaming_exporting_deleting_and_importing(
-    page: Page, server: PageServer, new_page: Callable[..., Page]
+    page: Page, canned: PageServer, new_page: Callable[..., Page]
 ) -> None:
     send(page, "Hello")
     whole(page)
@@ -435,10 +457,10 @@ def test_renaming_exporting_deleting_and_importing(
 
 
 def test_two_pages_of_one_browser_show_the_same(
-    page: Page, server: PageServer, new_page: Callable[..., Page]
+    page: Page, canned: PageServer, new_page: Callable[..., Page]
 ) -> None:
     other = new_page(page.context)
-    other.goto(server.url)
+    other.goto(canned.url)
     send(page, "Hello")
     whole(page)
     other.get_by_role("link", name="Hello").click()
@@ -454,9 +476,9 @@ def test_a_draft_outlives_a_reload(page: Page) -> None:
     expect(page.get_by_label("Message", exact=True)).to_have_value("Half a thou")
 
 
-def test_copying(page: Page, server: PageServer) -> None:
+def test_copying(page: Page, canned: PageServer) -> None:
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    server.replies = [["```py\nprint(1)\n```"]]
+    canned.replies = [["```py\nprint(1)\n```"]]
     send(page, "Code")
     whole(page)
     page.get_by_role("button", name="Copy the code").click()

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def view(page: Page, server: PageServer) -> Page:
+def view(page: Page, canned: PageServer) -> Page:
     """The cluster view, on a clock of the test's."""
-    server.cluster = cluster_answer()
+    canned.cluster = cluster_answer()
     page.clock.install()
     page.get_by_role("link", name="Cluster").click()
     expect(page.locator(".workers tbody tr")).to_have_count(2)
     return page
 
 
-def test_it_says_what_the_server_says(view: Page, server: PageServer) -> None:
+def test_it_says_what_the_server_says(view: Page, canned: PageServer) -> None:
     expect(view.locator("#cluster-model")).to_have_text("demo, fp9, 2 workers, host avx512")
     cells = view.locator(".workers tbody tr").nth(1).locator("> * > :last-child")
     expect(cells).to_have_text(
@@ -55,7 +55,7 @@ def test_it_says_what_the_server_says(view: Page, server: PageServer) -> None:
         ["weights2.00 GiB", "kv cache512 MiB"]
     )
     # 45 tokens in 1.5 s of the server's clock.
-    server.cluster = cluster_answer(generated=145, uptime_s=61.5)
+    canned.cluster = cluster_answer(generated=145, uptime_s=61.5)
     view.clock.run_for(1100)
     expect(view.locator(".big")).to_have_text("30.0")
     expect(view.get_by_role("img", name="Tokens per second")).to_have_attribute(
@@ -64,11 +64,11 @@ def test_it_says_what_the_server_says(view: Page, server: PageServer) -> None:
     )
 
 
-def test_a_worker_that_is_lost_is_seen_and_so_is_its_return(view: Page, server: PageServer) -> None:
+def test_a_worker_that_is_lost_is_seen_and_so_is_its_return(view: Page, canned: PageServer) -> None:
     row = view.locator(".workers tbody tr").nth(1)
     alert = view.get_by_role("alert")
     expect(alert).to_have_count(0)
-    server.cluster = cluster_answer(lost=[1])
+    canned.cluster = cluster_answer(lost=[1])
     view.clock.run_for(1100)
     expect(alert).to_have_text("Worker 1 (10.0.0.12:7411) lost. Replies wait until it is back or replaced.")
     expect(row).to_have_class("lost")
@@ -76,7 +76,7 @@ def test_a_worker_that_is_lost_is_seen_and_so_is_its_return(view: Page, server: 
     expect(view.locator(".events li")).to_contain_text(["Worker 1 (10.0.0.12:7411) is lost"])
     back = cluster_answer()
     back["workers"][1] |= {"num_losses": 1, "address": "10.0.0.19:7411"}
-    server.cluster = back
+    canned.cluster = back
     view.clock.run_for(1100)
     expect(alert).to_have_count(0)
     expect(row.locator(".state")).to_have_text("back again")
@@ -92,8 +92,8 @@ def test_a_worker_that_is_lost_is_seen_and_so_is_its_return(view: Page, server: 
     expect(view.locator(".events li").first).to_contain_text("Worker 0 was lost and is back")
 
 
-def test_the_heat_map_is_read_with_keys_pointer_and_as_a_table(view: Page, server: PageServer) -> None:
-    server.cluster = cluster_answer(workers=32, layers=61, lost=[5])
+def test_the_heat_map_is_read_with_keys_pointer_and_as_a_table(view: Page, canned: PageServer) -> None:
+    canned.cluster = cluster_answer(workers=32, layers=61, lost=[5])
     view.clock.run_for(1100)
     canvas = view.get_by_role("application", name="Compute time by layer and worker")
     expect(view.locator("#heat-summary")).to_have_text(
@@ -131,10 +131,10 @@ def test_the_heat_map_is_read_with_keys_pointer_and_as_a_table(view: Page, serve
     expect(cells).to_have_text([str(2100 + index) for index in range(32)])
 
 
-def test_slow_cells_are_drawn_otherwise_than_fast_ones(view: Page, server: PageServer) -> None:
+def test_slow_cells_are_drawn_otherwise_than_fast_ones(view: Page, canned: PageServer) -> None:
     answer = cluster_answer(workers=2, layers=4)
     answer["compute_us"] = [[100.0, 500.0], [100.0, 500.0], [100.0, None], [100.0, 500.0]]
-    server.cluster = answer
+    canned.cluster = answer
     view.clock.run_for(1100)
     expect(view.locator("#heat-summary")).to_contain_text("slowest 500 µs")
     pixels = view.locator(".heat > canvas").evaluate(
@@ -151,7 +151,7 @@ def test_slow_cells_are_drawn_otherwise_than_fast_ones(view: Page, server: PageS
 
 
 def test_it_asks_each_second_while_it_is_seen_and_less_often_when_there_is_no_answer(
-    view: Page, server: PageServer
+    view: Page, canned: PageServer
 ) -> None:
     asked: list[str] = []
     view.on("request", lambda request: asked.append(request.url) if "/cluster" in request.url else None)
@@ -181,8 +181,8 @@ def test_it_asks_each_second_while_it_is_seen_and_less_often_when_there_is_no_an
     expect(problem).to_be_hidden()
 
 
-def test_experts_in_the_servers_process_are_told(view: Page, server: PageServer) -> None:
-    server.cluster = cluster_answer(workers=0, layers=0)
+def test_experts_in_the_servers_process_are_told(view: Page, canned: PageServer) -> None:
+    canned.cluster = cluster_answer(workers=0, layers=0)
     view.clock.run_for(1100)
     expect(view.get_by_role("region", name="Workers")).to_contain_text("in the server's own process")
     expect(view.get_by_role("region", name="Compute time by layer and worker")).to_be_hidden()

@@ -57,7 +57,7 @@ export function select(conversation, message) {
 export function history(conversation, leaf) {
   return path(conversation, leaf)
     .filter((message) => message.role === "user" || message.content !== "")
-    .map(({ role, content }) => ({ role, content }));
+    .map(({ role, content, reasoning }) => ({ role, content, ...(reasoning && { reasoning_content: reasoning }) }));
 }
 
 function titleOf(content) {

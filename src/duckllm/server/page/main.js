@@ -9,7 +9,7 @@ import { $, h, icon } from "./dom.js";
 import { bytes, percent } from "./format.js";
 import { Health } from "./health.js";
 import { forget, recall, remember } from "./local.js";
-import { buildForm } from "./settings.js";
+import { buildForm, setModel } from "./settings.js";
 import { closeSidebar, drawList, setUpSidebar } from "./sidebar.js";
 import * as store from "./store.js";
 
@@ -80,7 +80,8 @@ async function showModel() {
   try {
     const { data } = await getJson("/v1/models");
     modelId = data[0].id;
-    const length = data[0].context_length ?? data[0].max_model_len;
+    setModel(data[0]);
+    const length = data[0].context_length;
     $("model").textContent = length ? `${modelId}, ${length.toLocaleString("en")} tokens of context` : modelId;
   } catch (error) {
     $("model").textContent = error.status === 401 ? "An API key is needed." : "";

@@ -4,14 +4,26 @@ import { $, h } from "./dom.js";
 
 const NUMBERS = [
   { name: "temperature", label: "Temperature", min: 0, max: 2, step: "any", hint: "0 always takes the likeliest token; more is more varied." },
-  { name: "top_p", label: "Top p", min: 0, max: 1, step: "any", hint: "Only the likeliest tokens that together have this probability." },
+  { name: "top_p", label: "Top p", min: 0.01, max: 1, step: "any", hint: "Only the likeliest tokens that together have this probability." },
   { name: "top_k", label: "Top k", min: 0, step: 1, hint: "Only so many of the likeliest tokens; 0 is all." },
   { name: "min_p", label: "Min p", min: 0, max: 1, step: "any", hint: "Only tokens at least this probable, as a share of the likeliest one's." },
   { name: "max_tokens", label: "Longest reply", min: 1, step: 1, hint: "In tokens." },
   { name: "seed", label: "Seed", min: 0, step: 1, hint: "The same seed gives the same reply." },
 ];
 
+const OWN = "model's own";
+const EMPTY = { max_tokens: "no limit", seed: "new each time" };
 const THINKING = [["", "As the model does"], ["on", "On"], ["off", "Off"]];
+
+let canSwitchThinking = true;
+
+/** Takes over what the model's card says: what an empty field means, and whether there is a choice of thinking. */
+export function setModel({ default_sampling_params: defaults = {}, can_switch_thinking: canSwitch = true }) {
+  canSwitchThinking = canSwitch;
+  const { elements } = $("settings-form");
+  for (const { name } of NUMBERS) elements[name].placeholder = defaults[name] ?? EMPTY[name] ?? OWN;
+  elements.thinking.closest(".field").hidden = !canSwitch;
+}
 
 /** What of the settings a request has; what is empty is left to the model. */
 export function requestFields(settings) {
@@ -20,7 +32,7 @@ export function requestFields(settings) {
     if (typeof settings[name] === "number") fields[name] = settings[name];
   }
   if (settings.stop?.length) fields.stop = settings.stop;
-  if (settings.thinking) fields.chat_template_kwargs = { enable_thinking: settings.thinking === "on" };
+  if (settings.thinking && canSwitchThinking) fields.chat_template_kwargs = { enable_thinking: settings.thinking === "on" };
   return fields;
 }
 
@@ -40,14 +52,14 @@ function field(label, hint, control) {
 export function buildForm(onchange) {
   const form = $("settings-form");
   const number = ({ name, label, min, max, step, hint }) =>
-    field(label, hint, h("input", { name, type: "number", inputmode: step === 1 ? "numeric" : "decimal", min, max, step, placeholder: "model's own" }));
+    field(label, hint, h("input", { name, type: "number", inputmode: step === 1 ? "numeric" : "decimal", min, max, step, placeholder: EMPTY[name] ?? OWN }));
   form.append(
     field("System prompt", "What the model is told before the first message.", h("textarea", { name: "system", rows: 5 })),
     field("Thinking", "Whether the model thinks before it answers, where it knows how to.",
       h("select", { name: "thinking" }, ...THINKING.map(([value, label]) => h("option", { value }, label)))),
     h("div", { class: "pair" }, ...NUMBERS.map(number)),
     field("Stop strings", "One a line; a reply ends before any of them.", h("textarea", { name: "stop", rows: 2 })),
-    h("p", { class: "hint" }, "An empty field leaves it to the model. What is set here is for this conversation, and for those that are begun after it."),
+    h("p", { class: "hint" }, "An empty field leaves it to the model, whose own value it shows. What is set here is for this conversation, and for those that are begun after it."),
     h("p", { class: "buttons" }, h("button", { type: "button", class: "button", id: "reset-settings" }, "Empty all fields")),
   );
   form.addEventListener("submit", (event) => event.preventDefault());
