@@ -110,6 +110,11 @@ class CacheLimits:
     disk_dir: Path | None = None
     disk_bytes: int | None = None
 
+    @property
+    def has_sizes(self) -> bool:
+        """Whether a size was asked for that may turn out not to be possible."""
+        return self.cache_bytes is not None or self.memory_bytes > 0 or self.disk_bytes is not None
+
 
 def drafts(model: ModelFolder, step_config: StepConfig) -> bool:
     """Whether tokens are guessed ahead.
@@ -123,6 +128,18 @@ def drafts(model: ModelFolder, step_config: StepConfig) -> bool:
     return step_config.draft != "off" and model.has_draft_layer
 
 
+def asked_slices(model: ModelFolder, config: ClusterConfig) -> tuple[Slice, ...]:
+    """Each worker's slice as far as ``config`` alone says; none where Ray decides how many workers there are.
+
+    Raises:
+        ConfigError: More workers than stripes, or shares that are none.
+    """
+    if not config.num_workers:
+        return ()
+    asked = None if isinstance(config.shares, str) else config.shares
+    return plan_slices(model.manifest.num_stripes, config.num_workers, asked)
+
+
 def begin_workers(
     stack: ExitStack, model: ModelFolder, config: ClusterConfig, step_config: StepConfig
 ) -> Cluster:
@@ -134,10 +151,7 @@ def begin_workers(
     """
     if config.kind == "local":
         check_prefill(config.prefill, select_isa())
-    asked = None if isinstance(config.shares, str) else config.shares
-    num_stripes = model.manifest.num_stripes
-    # Before the processes start, as it refuses more workers than there are stripes.
-    slices = plan_slices(num_stripes, config.num_workers, asked) if config.num_workers else ()
+    slices = asked_slices(model, config)  # before the processes start
     num_layers = model.num_layers + drafts(model, step_config)
     cluster = stack.enter_context(open_cluster(config))
     if config.kind != "local":  # workers started here are all alike, and their memory is this machine's
@@ -182,6 +196,53 @@ def place_experts(
     return slices
 
 
+def plan_memory(
+    model: ModelFolder,
+    num_workers_here: int | None,
+    config: ClusterConfig,
+    step_config: StepConfig,
+    *,
+    max_model_len: int | None,
+    cache_limits: CacheLimits,
+    max_num_seqs: int,
+) -> HostMemory:
+    """What this machine's memory goes to, from the headers of the model's files; imports torch.
+
+    Args:
+        model: The converted model.
+        num_workers_here: Workers that share this machine's memory; None computes the experts in this process.
+        config: The cluster's configuration.
+        step_config: What steps do beside the necessary.
+        max_model_len: As for :class:`duckllm.LLM`.
+        cache_limits: Memory and disk of the KV cache.
+        max_num_seqs: As for :class:`duckllm.LLM`.
+
+    Raises:
+        ConfigError: A size cannot be: weights and one context are more than memory holds, or a part of the KV
+            cache has room for less than its least.
+    """
+    from duckllm.models.inspection import inspect_model
+
+    has_experts = num_workers_here != 0
+    memory = plan_host(
+        host_needs(
+            inspect_model(model.path),
+            drafts=drafts(model, step_config),
+            # Where Ray puts some of the workers here, their slices are counted as all of the experts.
+            weight_format=_format_of(model, config) if has_experts else None,
+            num_workers=num_workers_here or 0,
+            tier_bytes=cache_limits.memory_bytes,
+            available_bytes=cache_limits.available_bytes,
+            total_bytes=total_memory_bytes(),
+        ),
+        max_model_len=max_model_len,
+        cache_bytes=cache_limits.cache_bytes,
+        max_num_seqs=max_num_seqs,
+    )
+    _check_disk_budget(cache_limits, memory)
+    return memory
+
+
 def build_engine(
     stack: ExitStack,
     model: ModelFolder,
@@ -219,7 +280,6 @@ def build_engine(
 
     from duckllm.engine.engine import Drafting, Engine
     from duckllm.engine.tiers import DEFAULT_DISK_BYTES, TierSettings
-    from duckllm.models.inspection import inspect_model
     from duckllm.weights.host_tensors import HostTensors
 
     parsed = load_config(model.path)
@@ -229,22 +289,15 @@ def build_engine(
             f"expected ids below vocab_size, {parsed.vocab_size}, of its config.json"
         )
     num_here = 0 if cluster is None else cluster.num_here
-    memory = plan_host(
-        host_needs(
-            inspect_model(model.path),
-            drafts=drafts(model, step_config),
-            # Where Ray puts some of the workers here, their slices are counted as all of the experts.
-            weight_format=_format_of(model, config) if cluster is None or num_here else None,
-            num_workers=num_here,
-            tier_bytes=cache_limits.memory_bytes,
-            available_bytes=cache_limits.available_bytes,
-            total_bytes=total_memory_bytes(),
-        ),
+    memory = plan_memory(
+        model,
+        None if cluster is None else num_here,
+        config,
+        step_config,
         max_model_len=max_model_len,
-        cache_bytes=cache_limits.cache_bytes,
+        cache_limits=cache_limits,
         max_num_seqs=max_num_seqs,
     )
-    _check_disk_budget(cache_limits, memory)
     length = memory.max_model_len
     tensors = HostTensors(model.path)
     torch.set_num_threads(host_threads or _host_threads(tensors, num_here > 0))

@@ -153,6 +153,13 @@ class ClusterConfig:
             raise ConfigError("workers", self.workers, "addresses, name:port,name:port, with cluster static")
         if cluster is not None and self.kind != "static" and self.addresses:
             raise ConfigError("workers", list(self.addresses), f"a number, with cluster {cluster}")
+        if self.kind == "static":
+            for field in ("threads_per_worker", "spin_us", "prefill"):
+                value = getattr(self, field)
+                if value != getattr(ClusterConfig, field):
+                    raise ConfigError(
+                        field, value, "nothing with workers elsewhere, whose own options say so"
+                    )
         if self.kind == "ray" and self.spares:
             raise ConfigError("spares", self.spares, "0 with Ray, which starts a lost worker on any node")
 

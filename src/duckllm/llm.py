@@ -15,7 +15,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from duckllm.assembly import CacheLimits, ClusterInfo, begin_workers, build_engine, drafts
+from duckllm.assembly import (
+    CacheLimits,
+    ClusterInfo,
+    asked_slices,
+    begin_workers,
+    build_engine,
+    drafts,
+    plan_memory,
+)
 from duckllm.cluster import check_cluster
 from duckllm.cluster.address import parse_address
 from duckllm.config import MAX_THREADS, MAX_WORKERS, ClusterConfig, StepConfig, as_size, show_size
@@ -132,9 +140,23 @@ class LLM:
         if limits.disk_dir is not None:
             check_folder(limits.disk_dir, self.model_hash, opened.num_layers + guesses)
         self.default_sampling_params = _default_sampling_params(opened.path)
+        if limits.has_sizes or max_model_len is not None:
+            # Else this is decided while workers prepare, and torch is imported: nobody asked for anything.
+            asked_slices(opened, cluster_config)
+            local = cluster_config.num_workers if cluster_config.kind == "local" else 0
+            plan_memory(
+                opened,
+                None if in_process else local,
+                cluster_config,
+                step_config,
+                max_model_len=max_model_len,
+                cache_limits=limits,
+                max_num_seqs=max_num_seqs,
+            )
         stack = ExitStack()
         # Closes the workers when the object goes, and at the interpreter's exit, if nobody did before.
-        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), stack)
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _close_in, self._pid, stack)
         try:
             cluster = None if in_process else begin_workers(stack, opened, cluster_config, step_config)
             self.tokenizer = Tokenizer(opened.path)
@@ -324,6 +346,7 @@ class LLM:
         return RequestPool(self._engine)
 
     def _stream(self, replies: Sequence[Request]) -> Iterator[StreamOutput]:
+        self._check_open()
         try:
             self._begin(replies)
             running = {request: self._engine.run(request) for request in replies}
@@ -377,6 +400,11 @@ class LLM:
     def _check_open(self) -> None:
         if not self._finalizer.alive:
             raise RequestError("this LLM is closed, expected one that is open")
+        if os.getpid() != self._pid:
+            raise RequestError(
+                f"LLM: got a request in process {os.getpid()}, forked from {self._pid}, which made this LLM "
+                "and its workers, expected one there: make an LLM in each process"
+            )
 
     def _prompt_of(self, messages: Any) -> list[int]:
         return list(self._format.prompt(as_messages(messages)).token_ids)

@@ -20,7 +20,11 @@ from duckllm.sampling_params import SamplingParams
 from duckllm.weights.console import ConsoleProgress, on_bar
 from duckllm.weights.manifest import Manifest
 
-MEMORY = "duckllm: 1.00 GiB of weights, 0.50 GiB of KV cache, which holds 10 tokens\n"
+MEMORY = (
+    "duckllm: 1.00 GiB of weights, 0.50 GiB of KV cache, which holds 10 tokens\n"
+    "duckllm: Nodes compute with avx2 and scalar, which round differently: an answer repeats bit for bit "
+    "only with the same nodes in the same order and the same stripes on each.\n"
+)
 CACHE = {"kv_cache_bytes": None, "kv_memory_bytes": 0, "kv_disk_dir": None, "kv_disk_bytes": None}
 
 
@@ -99,10 +103,8 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("secret\n")
     token.chmod(0o600)
-    arguments = (
-        "/m --prompt x --workers a:1,b:2,c:3 --wire-dtype bf16 --threads-per-worker 3 --max-model-len 99"
-    )
-    arguments += " --format fp8 --prefill bf16 --draft stateless --draft-tokens 3 --lanes off"
+    arguments = "/m --prompt x --workers a:1,b:2,c:3 --wire-dtype bf16 --max-model-len 99"
+    arguments += " --format fp8 --draft stateless --draft-tokens 3 --lanes off"
     arguments += " --spares 1 --no-share-folder --shares 1,3 --cluster static --multicast 239.77.0.1:7400"
     sampling = "--temperature 0.5 --top-k 4 --top-p 0.75 --min-p 0.25 --seed 6 --max-tokens 8"
     sampling += " --repetition-penalty 1.25 --stop one --stop two,three"
@@ -110,8 +112,8 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
     options = {
         "wire_dtype": "bf16",
         "weight_format": "fp8",
-        "prefill": "bf16",
-        "threads_per_worker": 3,
+        "prefill": "f32",
+        "threads_per_worker": 0,
         "share_folder": False,
         "shares": (1.0, 3.0),
         "spares": 1,
@@ -136,6 +138,27 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
             max_tokens=8,
         )
     ]
+
+
+def test_options_of_workers_here_reach_the_model(duckllm: Any) -> None:
+    done = duckllm(
+        *["chat", "--prompt", "x", "--workers", "3", "--threads-per-worker", "3", "--prefill", "bf16"]
+    )
+    [(_, options, _)] = done.loaded
+    expected = {"workers": 3, "threads_per_worker": 3, "prefill": "bf16"}
+    assert {name: options[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(("option", "value"), [("threads-per-worker", "3"), ("prefill", "bf16")])
+def test_options_of_workers_here_are_refused_with_workers_elsewhere(
+    duckllm: Any, option: str, value: str
+) -> None:
+    done = duckllm("chat", "--prompt", "x", "--workers", "a:1", f"--{option}", value)
+    assert (done.code, done.loaded) == (2, [])
+    field, got = option.replace("-", "_"), int(value) if value.isdigit() else value
+    assert done.err == (
+        f"duckllm: {field}: got {got!r}, expected nothing with workers elsewhere, whose own options say so\n"
+    )
 
 
 def test_uneven_shares_are_told(duckllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:

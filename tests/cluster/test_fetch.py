@@ -27,6 +27,7 @@ from duckllm.errors import (
     WorkerUnavailableError,
 )
 from duckllm.moe.placement import plan_slices
+from duckllm.transport.flock import Flock
 from duckllm.weights import console
 from duckllm.weights.manifest import Manifest
 from worker_harness import (
@@ -315,3 +316,35 @@ def test_share_folder_is_checked() -> None:
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers of each test begin with an empty cache."""
     monkeypatch.setenv("DUCKLLM_CACHE_DIR", str(tmp_path / "caches"))
+
+
+def test_a_spare_with_a_warm_cache_takes_over_without_a_transfer(tmp_path: Path) -> None:
+    """Once it has served each slice, in a new process too; one that has not fetches what it lacks."""
+    manifest = make_model(tmp_path / "model")
+    plans, step = plan_for(manifest, 2), make_step(manifest, 2)
+    warm = ("--cache-dir", str(tmp_path / "warm"))
+    with running_worker(tmp_path, *warm) as earlier:
+        for plan in plans:
+            connect(earlier.address, plan, share_folder=False).close()
+    for flags, fetched_stripes in ((warm, 0), (("--cache-dir", str(tmp_path / "cold")), 6)):
+        with (
+            running_worker(tmp_path, "--no-cache") as first,
+            running_worker(tmp_path, "--no-cache") as second,
+            running_worker(tmp_path, *flags) as spare,
+            relay_to(spare.address) as way,
+        ):
+            addresses = (str(first.address), str(second.address), str(way.address))
+            config = ClusterConfig(addresses=addresses, spares=1, share_folder=False)
+            with open_cluster(config) as cluster, open_transport(cluster.connect(plans)) as transport:
+                flock = Flock(transport, cluster, 5.0, 20.0)
+                second.process.kill()
+                second.process.wait()
+                before = way.total
+                got = flock.wait(flock.submit(step.layer, step.x, step.topk_ids, step.topk_weights))
+                np.testing.assert_array_equal(got, expected_sum(manifest, plans, step))
+                assert cluster.addresses[1] == way.address
+            stripes = sum(len(layer.stripe_sha256) for layer in plans[1].layers)
+            moved = fetched_stripes * shard_bytes(manifest)
+            assert stripes == 6
+            assert ("bytes fetched from the host now" in spare.log()) == (moved > 0)
+            assert moved <= way.total - before < moved + 10_000  # the plan and a step

@@ -70,13 +70,18 @@ def test_steps_of_uneven_workers_are_those_of_their_slices(tmp_path: Path, wide:
 
 
 def test_the_same_words_from_one_worker_and_from_three_speeds(tmp_path: Path, demo_folder: Path) -> None:
+    """Shares of 1:2:4, by what workers say of their speed and by numbers, within a stripe of that."""
     with LLM(demo_folder, workers=1, max_model_len=128) as llm:
         [alone] = llm.chat(QUESTION, PARAMS)
     with flock(tmp_path, (10, 20, 40)) as addresses:
-        with LLM(demo_folder, workers=addresses, max_model_len=128) as llm:
-            assert llm.cluster_info().stripes == (1, 2, 5)
-            [shared] = llm.chat(QUESTION, PARAMS)
-        assert shared.outputs[0].token_ids == alone.outputs[0].token_ids
+        for shares in ("auto", [1, 2, 4]):
+            with LLM(demo_folder, workers=addresses, max_model_len=128, shares=shares) as llm:
+                info = llm.cluster_info()
+                [shared] = llm.chat(QUESTION, PARAMS)
+            assert info.stripes == (1, 2, 5)
+            planned = [share / 7 for share in (1, 2, 4)]
+            assert all(abs(got - want) < 1 / 8 for got, want in zip(info.shares, planned, strict=True))
+            assert shared.outputs[0].token_ids == alone.outputs[0].token_ids
         with LLM(demo_folder, workers=addresses, max_model_len=128, shares=[2, 1, 1]) as llm:
             assert llm.cluster_info().stripes == (4, 2, 2)
 

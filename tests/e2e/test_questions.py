@@ -2,7 +2,7 @@
 
 Each answer is checked through each number of workers in one forward pass over question and answer: the
 likeliest next token must be the answer's, at every position, and its end behind it. Token by token, as a user
-gets them, answers are made for all questions through two workers, and for a quarter of them, each time
+gets them, answers are made for all questions through two workers, and for a fifth of them, each time
 another, through each other number (all of them with ``--all-questions``).
 """
 
@@ -18,13 +18,13 @@ from duckllm import LLM, SamplingParams
 from duckllm.demo import Question, load_questions
 from support.models import all_logits
 
-WORKERS = (1, 2, 3, 5, 8)
+WORKERS = (1, 2, 3, 5, 7, 8)
 GREEDY = SamplingParams(temperature=0, max_tokens=400)
 
 
 @pytest.fixture(scope="module", params=WORKERS)
 def llm(request: pytest.FixtureRequest, demo_folder: Path) -> Iterator[LLM]:
-    """The demo model's experts have 8 stripes: 3 and 5 workers get uneven slices, 8 one stripe each."""
+    """The demo model's experts have 8 stripes: 3, 5 and 7 workers get uneven slices, 8 one stripe each."""
     with LLM(demo_folder, workers=request.param, max_model_len=1024) as llm:
         pids = llm.cluster_info().pids
         assert len(pids) == request.param
@@ -65,7 +65,7 @@ def asked_of(workers: int, all_questions: bool = False) -> list[Question]:
     return questions[others.index(workers) :: len(others)]
 
 
-def test_quarters_make_a_whole() -> None:
+def test_fifths_make_a_whole() -> None:
     asked = [question for workers in WORKERS if workers != 2 for question in asked_of(workers)]
     assert sorted(map(str, asked)) == sorted(map(str, load_questions()))
 

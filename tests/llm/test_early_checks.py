@@ -28,6 +28,12 @@ from duckllm.errors import ConfigError, DuckError
         ({"draft": "off", "draft_tokens": 4}, "draft_tokens: got 4, expected nothing with draft off, which"),
         ({"workers": "two"}, "workers: got 'two', expected name:port"),
         ({"workers": ["a:1", "two"]}, "workers: got 'two', expected name:port"),
+        ({"workers": ["a:1"], "threads_per_worker": 4}, "threads_per_worker: got 4, expected nothing with"),
+        ({"workers": ["a:1"], "prefill": "bf16"}, "prefill: got 'bf16', expected nothing with workers elsew"),
+        (
+            {"workers": ["a:1"], "spin_us": 5},
+            "spin_us: got 5, expected nothing with workers elsewhere, whose",
+        ),
     ],
 )
 def test_a_mistake_is_found_before_workers_start(
@@ -64,17 +70,19 @@ def test_a_mistake_is_found_before_workers_start(
             {"kv_cache_bytes": "15GiB", "kv_memory_bytes": "15GiB"},
             "memory: got 23.50 GiB available, expected",
         ),
-        ({"kv_cache_bytes": "23.4GiB"}, "memory: got 23.50 GiB available, expected at least 23.8"),
+        ({"kv_cache_bytes": "23.4GiB"}, "memory: got 23.50 GiB available, expected at least 23."),
     ],
 )
-def test_a_size_that_cannot_be_is_found_before_weights_are_loaded(
-    demo_folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_size_that_cannot_be_is_found_before_workers_start_and_weights_are_loaded(
+    demo_folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str, workers: int
 ) -> None:
-    def load(*_: object, **__: object) -> None:
-        raise AssertionError("weights were loaded")
+    def begin(*_: object, **__: object) -> None:
+        raise AssertionError("weights were loaded, or workers started")
 
-    monkeypatch.setattr("duckllm.assembly.load_model", load)
+    monkeypatch.setattr("duckllm.assembly.load_model", begin)
+    monkeypatch.setattr(duckllm.llm, "begin_workers", begin)
     monkeypatch.setattr(duckllm.llm, "available_memory_bytes", lambda: 47 << 29)
     with pytest.raises(ConfigError) as caught:
-        LLM(demo_folder, workers=0, **options)
+        LLM(demo_folder, workers=workers, **options)
     assert str(caught.value).startswith(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -198,12 +199,16 @@ def test_more_workers_than_stripes_start_no_process(
         LLM(demo_folder, workers=1000, max_model_len=64)
 
 
-def test_a_forked_child_does_not_close_its_parents_session(demo_folder: Path) -> None:
+def test_a_forked_child_neither_uses_nor_closes_its_parents_session(demo_folder: Path) -> None:
     code = (
-        "import os, sys; from duckllm import LLM\n"
+        "import os, sys; from duckllm import LLM; from duckllm.errors import RequestError\n"
         "with LLM(sys.argv[1], workers=1, max_model_len=128) as llm:\n"
         "    child = os.fork()\n"
         "    if child == 0:\n"
+        "        try:\n"
+        "            llm.generate('What?')\n"
+        "        except RequestError as error:\n"
+        "            os.write(1, f'{error}\\n'.encode())\n"
         "        llm.close()\n"
         "        os._exit(0)\n"
         "    assert os.waitpid(child, 0)[1] == 0\n"
@@ -212,4 +217,11 @@ def test_a_forked_child_does_not_close_its_parents_session(demo_folder: Path) ->
     done = subprocess.run(
         [sys.executable, "-c", code, str(demo_folder)], capture_output=True, text=True, timeout=120
     )
-    assert (done.returncode, done.stdout.strip()) == (0, PRIME_ANSWER), done.stderr
+    assert done.returncode == 0, done.stderr
+    refused, answer = done.stdout.splitlines()
+    assert answer == PRIME_ANSWER
+    assert re.fullmatch(
+        r"LLM: got a request in process \d+, forked from \d+, which made this LLM and its workers, "
+        "expected one there: make an LLM in each process",
+        refused,
+    )

@@ -30,6 +30,7 @@ from duckllm.cli.session import Session
 from duckllm.cli.terminal import ReplyWriter, keys_unseen, wrapped
 from duckllm.config import is_utf8
 from duckllm.errors import ConfigError, InWords
+from duckllm.moe.fit import words_on_repeats
 from duckllm.sampling_params import SamplingParams
 from duckllm.weights.manifest import Manifest
 from duckllm.weights.resolve import resolve_model
@@ -113,7 +114,8 @@ def chat(
         llm = stack.enter_context(_load(model, options, model_options.max_model_len))
         tell(str(llm.memory()))
         info = llm.cluster_info()
-        for words in (describe_shares(info.stripes), describe_links(info)):
+        repeats = words_on_repeats(info.isas)
+        for words in (repeats, describe_shares(info.stripes), describe_links(info)):
             if words:
                 tell(words)
         params = dataclasses.replace(llm.default_sampling_params, **overrides)

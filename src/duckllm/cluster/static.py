@@ -33,8 +33,7 @@ class StaticCluster(Cluster):
         config: Must name at least one address, and more than there are spares.
 
     Raises:
-        ConfigError: An address is malformed or named twice; the message shows the entry. Or an option is set
-            that such workers have of their own.
+        ConfigError: An address is malformed or named twice; the message shows the entry.
     """
 
     def __init__(self, config: ClusterConfig) -> None:
@@ -44,10 +43,6 @@ class StaticCluster(Cluster):
         for entry, address in zip(config.addresses, addresses, strict=True):
             if addresses.count(address) > 1:
                 raise ConfigError("addresses", entry, "each worker once")
-        for field in ("threads_per_worker", "spin_us", "prefill"):
-            value = getattr(config, field)
-            if value != getattr(ClusterConfig, field):
-                raise ConfigError(field, value, "nothing with workers elsewhere, whose own options say so")
         num_workers = config.num_workers
         super().__init__(config, addresses[:num_workers], config.cluster_token)
         self.spares = tuple(addresses[num_workers:])
