@@ -285,12 +285,17 @@ class _Wrapper:
 
 def why_not(params: StructuredOutputsParams) -> str:
     """Why it could not be kept to, as far as that does not depend on a vocabulary; empty for nothing."""
-    from llguidance import LLMatcher
-
     try:
-        return _short(LLMatcher.validate_grammar(_source(params)))
+        return _why_not(_source(params))
     except ValueError as error:
         return _short(error)
+
+
+@lru_cache(8 * _MAX_COMPILED)
+def _why_not(source: str) -> str:
+    from llguidance import LLMatcher
+
+    return _short(LLMatcher.validate_grammar(source))
 
 
 def _source(params: StructuredOutputsParams) -> str:

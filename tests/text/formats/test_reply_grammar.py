@@ -376,3 +376,80 @@ def test_what_need_not_be_kept_to_is_let_go(markup: str, schema: dict[str, Any])
     for reply in replies:
         if reply.is_whole:
             check_calls(reply, [Tool("f", "", {"type": "object"})])
+
+
+def may_say(outputs: StructuredOutputsParams | None, *pieces: str | int) -> bool:
+    """Whether a reply may begin so: control tokens as such where a piece is one, else the longest tokens."""
+    assert outputs is not None
+    grammar = TABLES[True].grammar(outputs, [EOS])
+    for piece in pieces:
+        ids = [piece] if isinstance(piece, int) else [IDS[piece]] if piece in IDS else []
+        for token_id in ids or longest(str(piece).encode()):
+            if not grammar.allowed[token_id]:
+                return False
+            grammar.accept(token_id)
+    return True
+
+
+def longest(text: bytes) -> list[int]:
+    """Tokens of a text, each the longest that there is."""
+    ids = []
+    while text:
+        token = max((each for each in TEXTS if each and text.startswith(each)), key=len)
+        ids.append(TEXTS.index(token))
+        text = text.removeprefix(token)
+    return ids
+
+
+def test_marks_come_as_tokens_and_are_not_spelled() -> None:
+    spelled = ("<tool", "_call>")
+    free = grammar_of(NAMES["hermes"], STRICT)
+    assert may_say(free, "Hm", "<tool_call>", '\n{"name": "get", ')
+    assert may_say(free, "Hm", *spelled[:1])
+    assert not may_say(free, "Hm", *spelled)
+    assert not may_say(free, "Hm", "</tool_call>")
+    assert not may_say(free, "Hm", "<|im_end|>")
+    # A thought ends by its mark alone, and holds what it likes beside that.
+    must = grammar_of(NAMES["hermes"], STRICT, tool_choice="required")
+    assert may_say(must, "<think>", "a", *spelled, "</think>", "\n\n", "<tool_call>")
+    assert not may_say(must, "<think>", "a", "</", "think>")
+    assert not may_say(must, "<think>", "a", EOS)
+    assert not may_say(must, "<think>", "a", "<tool_call>")
+    assert not may_say(must, "Hm")
+    assert not may_say(must, "<tool_call>", '\n{"name": "put')
+    # With a markup that ends thoughts, its marks are not spelled there.
+    must = grammar_of(NAMES["kimi-k2"], STRICT, tool_choice="required")
+    assert may_say(must, "<think>", "a", "<|tool_call_begin|")
+    assert not may_say(must, "<think>", "a", "<|tool_call_begin", "|>")
+    # One call where there may not be several.
+    call = ("<tool_call>", '\n{"name": "get", "arguments": {"city": "a", "days": 1}}\n', "</tool_call>")
+    assert may_say(grammar_of(NAMES["hermes"], STRICT), *call, "\n", *call, EOS)
+    one = grammar_of(NAMES["hermes"], STRICT, parallel_tool_calls=False)
+    assert may_say(one, "Hm", *call)
+    assert not may_say(one, *call, "\n")
+
+
+def test_values_are_written_as_they_will_be_read() -> None:
+    def of(schema: dict[str, Any], markup: str = "qwen3-coder") -> StructuredOutputsParams | None:
+        tool = with_property(schema, strict=True)
+        return grammar_of(NAMES[markup], tool, tool_choice="required")
+
+    begin, end = ("<tool_call>", "\n<function=f>\n<parameter=x>\n"), "\n</parameter>\n</function>\n"
+    maybe = of({"anyOf": [{"type": "string"}, {"type": "null"}]})
+    for value, may in (("duck", True), ("null", True), ('"null"', True), ("12", False), ("nul", False)):
+        assert may_say(maybe, *begin, value + end) == may, value
+    assert may_say(of({"type": "string"}), *begin, "12" + end)
+    assert not may_say(of({"type": "string", "minLength": 3}), *begin, "12" + end)
+    assert not may_say(of({"enum": ["a", "b"]}), *begin, "ab")
+    found = of({"type": "string", "pattern": "k+$"})
+    assert may_say(found, *begin, "quackk" + end)
+    assert not may_say(found, *begin, "quacks" + end)
+    begin = ("<", "｜DSML｜", "function_calls>\n<", "｜DSML｜", 'invoke name="f">\n<', "｜DSML｜")
+    close = ("parameter>\n</", "｜DSML｜", "invoke>\n")
+    dsml = of({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "deepseek-v3.2")
+    assert may_say(dsml, *begin, 'parameter name="x" string="true">12</', "｜DSML｜", *close)
+    assert may_say(dsml, *begin, 'parameter name="x" string="false">12</', "｜DSML｜", *close)
+    assert not may_say(dsml, *begin, 'parameter name="x" string="false">a')
+    date = of({"type": "string", "format": "date"}, "deepseek-v3.2")
+    assert may_say(date, *begin, 'parameter name="x" string="false">"2026-11-30"</', "｜DSML｜")
+    assert not may_say(date, *begin, 'parameter name="x" string="t')
