@@ -126,6 +126,8 @@ class EngineMetrics:
         window_steps: Steps in the window.
         step_s: Time of a step of the window, seconds.
         step_parts_s: The same by part; the names are those of :class:`duckllm.models.step_times.StepTimes`.
+        total_step_s: Time of all steps, seconds.
+        total_step_parts_s: The same by part.
         prefill_tokens_per_s: Of the window, a step's time being divided between prompts and replies by their
             tokens; None where no prompt was computed.
         decode_tokens_per_s: Likewise, of replies.
@@ -144,6 +146,8 @@ class EngineMetrics:
     window_steps: int
     step_s: float
     step_parts_s: Mapping[str, float]
+    total_step_s: float
+    total_step_parts_s: Mapping[str, float]
     prefill_tokens_per_s: float | None
     decode_tokens_per_s: float | None
     acceptance: float | None
@@ -269,6 +273,7 @@ class StreamOutput:
         index: The reply's number among the ``n`` of the request.
         logprobs: For each new token, as in :class:`CompletionOutput`.
         stop_reason: As in :class:`CompletionOutput`.
+        inter_token_s: Time since the reply's token before, seconds; None of the first one.
     """
 
     request_id: str
@@ -279,3 +284,4 @@ class StreamOutput:
     index: int = 0
     logprobs: tuple[dict[int, Logprob], ...] | None = None
     stop_reason: str | int | None = None
+    inter_token_s: float | None = None

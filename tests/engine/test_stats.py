@@ -49,6 +49,8 @@ def test_rates_are_those_of_the_window_and_counts_are_of_all() -> None:
     assert metrics.window_steps == WINDOW_STEPS
     assert metrics.num_steps == metrics.num_generated_tokens == WINDOW_STEPS + 10
     assert metrics.decode_tokens_per_s == pytest.approx(2.0)
+    seconds = 10 * 9.0 + WINDOW_STEPS * 0.5
+    assert (metrics.total_step_s, metrics.total_step_parts_s["wait_s"]) == (seconds, seconds / 2)
 
 
 def test_percentiles_are_values_that_occurred() -> None:

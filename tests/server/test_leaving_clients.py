@@ -14,6 +14,7 @@ from duckllm.outputs import RequestMetrics
 from duckllm.sampling_params import SamplingParams
 from duckllm.server.app import ServerConfig, make_app
 from duckllm.server.chat_service import ChatOutput
+from duckllm.server.metrics import ServerMetrics
 from duckllm.text.chat import ContentDelta
 
 
@@ -40,7 +41,7 @@ class OneReply:
     def __init__(self, reply: EndlessReply) -> None:
         self._reply = reply
         self.llm = SimpleNamespace(default_sampling_params=SamplingParams(), model_hash="0" * 64)
-        self.engine = SimpleNamespace(llm=self.llm)
+        self.engine = SimpleNamespace(llm=self.llm, metrics=ServerMetrics())
 
     async def begin(self, request: object) -> EndlessReply:
         return self._reply

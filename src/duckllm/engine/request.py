@@ -243,6 +243,7 @@ class Request:
         """What the token adds that was given last."""
         number = self.num_given_tokens - self.num_prompt_tokens - 1
         is_last = self.num_given_tokens == len(self.token_ids)
+        times_s = self._token_times_s
         return StreamOutput(
             self.request_id,
             self._texts[number],
@@ -252,6 +253,7 @@ class Request:
             self.index,
             None if self.params.logprobs is None else (self._logprobs[number],),
             self.stop_reason if is_last else None,
+            times_s[number] - times_s[number - 1] if number else None,
         )
 
     def completion(self) -> CompletionOutput:

@@ -51,6 +51,8 @@ class EngineStats:
     def __init__(self) -> None:
         self.num_steps = self.num_prompt_tokens = self.num_new_tokens = 0
         self.num_draft_tokens = self.num_accepted_tokens = 0
+        self.step_s = 0.0
+        self.parts_s = {field.name: 0.0 for field in fields(StepTimes)}
         self._steps: deque[StepRecord] = deque(maxlen=WINDOW_STEPS)
         self._first_token_s: deque[float] = deque(maxlen=WINDOW_REQUESTS)
         self._gaps_s: deque[float] = deque(maxlen=16 * WINDOW_REQUESTS)
@@ -63,6 +65,9 @@ class EngineStats:
         self.num_new_tokens += step.num_new_tokens
         self.num_draft_tokens += step.num_draft_tokens
         self.num_accepted_tokens += step.num_accepted_tokens
+        self.step_s += step.seconds
+        for name in self.parts_s:
+            self.parts_s[name] += getattr(step.times, name)
 
     def record_end(self, request: Request) -> None:
         """Notes the times of a request that has ended."""
@@ -90,6 +95,8 @@ class EngineStats:
             window_steps=len(steps),
             step_s=seconds / len(steps) if steps else 0.0,
             step_parts_s=times,
+            total_step_s=self.step_s,
+            total_step_parts_s=dict(self.parts_s),
             prefill_tokens_per_s=_rate(sum(step.num_prompt_tokens for step in steps), prompt_s),
             decode_tokens_per_s=_rate(sum(step.num_new_tokens for step in steps), seconds - prompt_s),
             acceptance=sum(step.num_accepted_tokens for step in steps) / drafts if drafts else None,

@@ -37,7 +37,7 @@ def router(service: ChatService, model: ServedModel) -> APIRouter:
         asked = ChatRequest(chat_messages(body), chat_options(body), params)
         if body.stream:
             stream = await unless_gone(request, _begin(service, asked))
-            return EventStream(_written(_events(stream, name, body)), stream.cancel)
+            return EventStream(_written(_events(stream, name, body)), stream.cancel, _fail)
         return await unless_gone(request, _whole(service, asked, name, body))
 
     @routes.post("/v1/messages/count_tokens")
@@ -94,9 +94,11 @@ async def _events(stream: ChatStream, name: str, body: MessagesBody) -> AsyncIte
 
 
 async def _written(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
-    """The events as they are sent; an error is the last one."""
-    try:
-        async for event in events:
-            yield named_event(event)
-    except Exception as error:
-        yield named_event(as_api_error(error).anthropic())
+    """The events as they are sent."""
+    async for event in events:
+        yield named_event(event)
+
+
+def _fail(error: ApiError) -> list[bytes]:
+    """How a stream ends with an error."""
+    return [named_event(error.anthropic())]

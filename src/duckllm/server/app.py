@@ -29,6 +29,7 @@ from duckllm.errors import ConfigError, DuckError, UnavailableError
 from duckllm.server import (
     anthropic,
     cluster_status,
+    metrics,
     openai_chat,
     openai_completions,
     openai_models,
@@ -37,8 +38,8 @@ from duckllm.server import (
     tokenize,
 )
 from duckllm.server.chat_service import DEFAULT_MAX_WAITING, ChatService
-from duckllm.server.engine_thread import EngineThread, LoadingProgress, describe_place
-from duckllm.server.errors import as_api_error, from_validation
+from duckllm.server.engine_thread import EngineThread, LoadingProgress
+from duckllm.server.errors import as_api_error, describe_place, from_validation
 from duckllm.server.limits import MAX_HEADER_BYTES, BodyLimit, LimitedProtocol
 from duckllm.server.openai_models import ServedModel
 from duckllm.server.security import ApiKeys, KnownNames, check_exposure, check_key
@@ -100,7 +101,7 @@ def make_app(service: ChatService, config: ServerConfig) -> FastAPI:
     app = FastAPI(title="duck-llm", docs_url=None, redoc_url=None, redirect_slashes=False)
     model = ServedModel(config.model_name, service)
     apis = (openai_chat, openai_completions, openai_models, responses, anthropic, tokenize)
-    for module in (*apis, cluster_status):
+    for module in (*apis, cluster_status, metrics):
         app.include_router(module.router(service, model))
     app.include_router(page.router())
     app.add_api_route("/health", _health(service), tags=["server"])
@@ -121,6 +122,7 @@ def make_app(service: ChatService, config: ServerConfig) -> FastAPI:
             allow_headers=["*"],
             max_age=600,
         )
+    app.add_middleware(metrics.CountedRequests, metrics=service.engine.metrics)
     app.add_middleware(_TidyPaths)
     app.add_middleware(_LastResort)
     return app

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import threading
-import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from typing import TYPE_CHECKING
 
 from duckllm.errors import DuckError, EngineError, UnavailableError, UnreadError
 from duckllm.outputs import StreamOutput
+from duckllm.server.errors import describe_place
+from duckllm.server.metrics import ServerMetrics
 
 if TYPE_CHECKING:
     from duckllm.engine.pool import RequestPool
@@ -153,6 +154,7 @@ class EngineThread:
         llm: The model; None until it is loaded.
         loaded: Done when the model is there; its exception is why it is not.
         ended: Done when the thread has ended; its exception is why it did so by itself.
+        metrics: Counts what comes and what fails.
     """
 
     def __init__(
@@ -161,6 +163,7 @@ class EngineThread:
         self._load, self._loop = load, loop or asyncio.get_running_loop()
         self.progress = LoadingProgress()
         self.llm: LLM | None = None
+        self.metrics = ServerMetrics()
         self.loaded: asyncio.Future[LLM] = self._loop.create_future()
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._commands: SimpleQueue[_Command] = SimpleQueue()
@@ -232,12 +235,17 @@ class EngineThread:
         self._tell(self._deliver, batch)
 
     def _deliver(self, batch: Sequence[tuple[ReplyStream, list[StreamOutput] | Exception, int]]) -> None:
+        failed = [(what, num_ended) for _, what, num_ended in batch if isinstance(what, Exception)]
+        if failed:
+            self.metrics.count_failed(failed[0][0], sum(num_ended for _, num_ended in failed))
         for stream, what, num_ended in batch:
             self._num_open -= num_ended
             if isinstance(what, Exception):
                 stream.fail(what)
-            else:
-                stream.push(what)
+                continue
+            for output in what:
+                self.metrics.count_output(output)
+            stream.push(what)
 
 
 class _Steps:
@@ -322,11 +330,3 @@ class _Steps:
             num_ended[stream] = num_ended.get(stream, 0) + 1
         if num_ended:
             self._hand_over([(stream, error, number) for stream, number in num_ended.items()])
-
-
-def describe_place(error: Exception) -> str:
-    """An error for the log: ours as it is; of others kind and place, as their text may quote a user."""
-    if isinstance(error, DuckError):
-        return str(error)
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"internal error: {type(error).__name__} at {last.filename}:{last.lineno}"

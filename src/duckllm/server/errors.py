@@ -7,6 +7,7 @@ of any other error is shown.
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -126,6 +127,14 @@ def as_api_error(error: BaseException) -> ApiError:
         told = messages.get(error.status_code, str(error.detail))
         return ApiError(error.status_code, told, kind, headers=error.headers)
     return ApiError(500, "internal error (the server's log says where; please report it)", "server_error")
+
+
+def describe_place(error: Exception) -> str:
+    """An error for the log: ours as it is; of others kind and place, as their text may quote a user."""
+    if isinstance(error, DuckError):
+        return str(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"internal error: {type(error).__name__} at {last.filename}:{last.lineno}"
 
 
 def refuse(param: str, got: object, expected: str) -> ApiError:

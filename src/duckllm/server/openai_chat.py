@@ -14,13 +14,13 @@ from fastapi.responses import JSONResponse, Response
 
 from duckllm.errors import InWords
 from duckllm.server.chat_service import ChatOutput, ChatRequest, ChatService, ChatStream
-from duckllm.server.errors import ApiError, as_api_error, refuse
+from duckllm.server.errors import ApiError, refuse
 from duckllm.server.openai_models import ServedModel
 from duckllm.server.openai_replies import Tally, chat_logprobs, new_id, without_end
 from duckllm.server.openai_requests import check_model, to_chat_sampling, to_messages, to_options
 from duckllm.server.openai_types import ChatCompletionBody
 from duckllm.server.routing import new_router
-from duckllm.server.streaming import DONE, EventStream, data_event, unless_gone
+from duckllm.server.streaming import DONE, EventStream, data_event, openai_error, unless_gone
 from duckllm.text.chat import ContentDelta, ReasoningDelta, ReplyDelta, ToolCallDelta
 
 
@@ -39,7 +39,7 @@ def router(service: ChatService, model: ServedModel) -> APIRouter:
         reply = _Reply(service, name, model.fingerprint(), body)
         if body.stream:
             stream = await unless_gone(request, service.begin(asked))
-            return EventStream(reply.events(stream), stream.cancel)
+            return EventStream(reply.events(stream), stream.cancel, openai_error)
         return await unless_gone(request, reply.whole(asked))
 
     return routes
@@ -97,27 +97,24 @@ class _Reply:
         with_usage = options is not None and bool(options.include_usage)
         tally = Tally(len(stream.prompt_token_ids))
         num_open, has_begun = self._body.n or 1, set()
-        try:
-            async for output in stream:
-                _check(output)
-                index = output.index
-                tally.add(index, output.metrics, output.num_reasoning_tokens)
-                if index not in has_begun:
-                    has_begun.add(index)
-                    yield self._chunk(index, {"role": "assistant", "content": ""}, with_usage)
-                logprobs = self._logprobs(output)
-                for delta in self._deltas(output) or ([{}] if logprobs else []):
-                    yield self._chunk(index, delta, with_usage, logprobs=logprobs)
-                    logprobs = None
-                if output.finish_reason is not None:
-                    num_open -= 1
-                    more = {} if num_open else {"timings": tally.timings()}
-                    yield self._chunk(index, {}, with_usage, finish_reason=output.finish_reason, more=more)
-            if with_usage:
-                chunk = {"object": "chat.completion.chunk", "choices": [], "usage": tally.usage()}
-                yield data_event({**self._common, **chunk})
-        except Exception as error:
-            yield data_event(as_api_error(error).openai())
+        async for output in stream:
+            _check(output)
+            index = output.index
+            tally.add(index, output.metrics, output.num_reasoning_tokens)
+            if index not in has_begun:
+                has_begun.add(index)
+                yield self._chunk(index, {"role": "assistant", "content": ""}, with_usage)
+            logprobs = self._logprobs(output)
+            for delta in self._deltas(output) or ([{}] if logprobs else []):
+                yield self._chunk(index, delta, with_usage, logprobs=logprobs)
+                logprobs = None
+            if output.finish_reason is not None:
+                num_open -= 1
+                more = {} if num_open else {"timings": tally.timings()}
+                yield self._chunk(index, {}, with_usage, finish_reason=output.finish_reason, more=more)
+        if with_usage:
+            chunk = {"object": "chat.completion.chunk", "choices": [], "usage": tally.usage()}
+            yield data_event({**self._common, **chunk})
         yield DONE
 
     def _chunk(

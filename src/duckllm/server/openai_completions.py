@@ -20,13 +20,13 @@ from duckllm.outputs import Logprob, StreamOutput
 from duckllm.sampling_params import SamplingParams
 from duckllm.server.chat_service import ChatService
 from duckllm.server.engine_thread import ReplyStream
-from duckllm.server.errors import ApiError, as_api_error, refuse
+from duckllm.server.errors import ApiError, refuse
 from duckllm.server.openai_models import ServedModel
 from duckllm.server.openai_replies import Tally, legacy_logprobs, new_id, without_end
 from duckllm.server.openai_requests import check_model, to_sampling, to_structured_outputs
 from duckllm.server.openai_types import CompletionBody
 from duckllm.server.routing import new_router
-from duckllm.server.streaming import DONE, EventStream, data_event, unless_gone
+from duckllm.server.streaming import DONE, EventStream, data_event, openai_error, unless_gone
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -44,7 +44,7 @@ def router(service: ChatService, model: ServedModel) -> APIRouter:
         reply = _Reply(service, name, model.fingerprint(), body)
         if body.stream:
             streams = await unless_gone(request, service.complete(_prompts(body), params))
-            return EventStream(reply.events(streams), lambda: _cancel(streams))
+            return EventStream(reply.events(streams), lambda: _cancel(streams), openai_error)
         return await unless_gone(request, reply.whole(params))
 
     return routes
@@ -150,28 +150,25 @@ class _Reply:
         more: dict[str, Any] = {"usage": None} if options is not None and options.include_usage else {}
         tallies = [Tally(len(stream.prompt_token_ids)) for stream in streams]
         num_open = len(streams) * self._n
-        try:
-            if self._body.echo:
-                for index in range(num_open):
-                    text = self._echo(index // self._n, streams[index // self._n])
-                    yield data_event({**self._common, "choices": [_choice(index, text, None, None)], **more})
-            async for number, output in _as_they_come(streams):
-                _check(output)
-                tallies[number].add(output.index, output.metrics)
-                num_open -= output.finish_reason is not None
-                logprobs = output.logprobs or ()
-                if not (output.text or logprobs or output.finish_reason):
-                    continue
-                index = number * self._n + output.index
-                legacy = self._logprobs(index, output.token_ids, logprobs)
-                choice = _choice(index, output.text, legacy, output.finish_reason)
-                last = {} if num_open else {"timings": Tally.of_all(tallies).timings()}
-                yield data_event({**self._common, "choices": [choice], **last, **more})
-            if more:
-                usage = Tally.of_all(tallies).usage()
-                yield data_event({**self._common, "choices": [], "usage": usage})
-        except Exception as error:
-            yield data_event(as_api_error(error).openai())
+        if self._body.echo:
+            for index in range(num_open):
+                text = self._echo(index // self._n, streams[index // self._n])
+                yield data_event({**self._common, "choices": [_choice(index, text, None, None)], **more})
+        async for number, output in _as_they_come(streams):
+            _check(output)
+            tallies[number].add(output.index, output.metrics)
+            num_open -= output.finish_reason is not None
+            logprobs = output.logprobs or ()
+            if not (output.text or logprobs or output.finish_reason):
+                continue
+            index = number * self._n + output.index
+            legacy = self._logprobs(index, output.token_ids, logprobs)
+            choice = _choice(index, output.text, legacy, output.finish_reason)
+            last = {} if num_open else {"timings": Tally.of_all(tallies).timings()}
+            yield data_event({**self._common, "choices": [choice], **last, **more})
+        if more:
+            usage = Tally.of_all(tallies).usage()
+            yield data_event({**self._common, "choices": [], "usage": usage})
         yield DONE
 
     def _echo(self, number: int, stream: ReplyStream) -> str:

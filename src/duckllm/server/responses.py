@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 
 from duckllm.sampling_params import SamplingParams
 from duckllm.server.chat_service import ChatOutput, ChatRequest, ChatService, ChatStream
-from duckllm.server.errors import ApiError, as_api_error, refuse
+from duckllm.server.errors import ApiError, refuse
 from duckllm.server.openai_models import ServedModel
 from duckllm.server.openai_replies import chat_logprobs, new_id
 from duckllm.server.openai_requests import check_model
@@ -56,7 +56,7 @@ def router(service: ChatService, model: ServedModel) -> APIRouter:
         )
         if body.stream:
             stream = await unless_gone(request, service.begin(asked))
-            return EventStream(reply.written(stream), stream.cancel)
+            return EventStream(reply.written(stream), stream.cancel, reply.fail)
         return await unless_gone(request, reply.whole(asked))
 
     return routes
@@ -84,15 +84,14 @@ class _Reply:
         return JSONResponse(last["response"])
 
     async def written(self, stream: ChatStream) -> AsyncIterator[bytes]:
-        """Its events as they are sent; what went wrong is the last one."""
-        try:
-            async for event in self._all(stream):
-                yield named_event(event)
-        except Exception as error:
-            told = as_api_error(error)
-            code = "server_error" if told.status >= 500 else "invalid_prompt"
-            for event in self._events.fail(code, told.message):
-                yield named_event(event)
+        """Its events as they are sent."""
+        async for event in self._all(stream):
+            yield named_event(event)
+
+    def fail(self, error: ApiError) -> list[bytes]:
+        """How it ends with an error."""
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        return [named_event(event) for event in self._events.fail(code, error.message)]
 
     async def _all(self, stream: ChatStream) -> AsyncIterator[Event]:
         for event in self._events.begin():

@@ -9,19 +9,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from duckllm.server.errors import CLIENT_CLOSED_REQUEST, ApiError
+from duckllm.errors import DuckError
+from duckllm.server.errors import CLIENT_CLOSED_REQUEST, ApiError, as_api_error, describe_place
 
 T = TypeVar("T")
 # Silence after which a comment is sent, as something on the way may close a connection without traffic.
 PING_S = 10.0
 DONE = b"data: [DONE]\n\n"
+# In a request's scope: the status that a stream would have if it had not begun before it failed.
+FINAL_STATUS = "duckllm.final_status"
+_log = logging.getLogger("duckllm")
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -59,22 +64,28 @@ class EventStream(Response):
     Args:
         events: Whole events, as they are sent.
         close: Called when it is over, however it ended: all sent, the client gone, the server stopping.
+        fail: The events that tell of an error and end the stream.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        close: Callable[[], object],
+        fail: Callable[[ApiError], Iterable[bytes]],
+    ) -> None:
         # nginx would else collect events before it passes them on.
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._close = events, close
+        self._events, self._close, self._fail = events, close, fail
         self._has_sent = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events."""
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            tasks: list[Awaitable[None]] = [self._send(send), _gone(receive), self._ping(send)]
+            tasks: list[Awaitable[None]] = [self._send(scope, send), _gone(receive), self._ping(send)]
             futures = [asyncio.ensure_future(task) for task in tasks]
             try:
                 await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
@@ -85,11 +96,25 @@ class EventStream(Response):
         finally:
             self._close()
 
-    async def _send(self, send: Send) -> None:
-        async for event in self._events:
+    async def _send(self, scope: Scope, send: Send) -> None:
+        async for event in self._with_error(scope):
             self._has_sent = True
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _with_error(self, scope: Scope) -> AsyncIterator[bytes]:
+        """The events, and what ended them before their time."""
+        try:
+            async for event in self._events:
+                yield event
+        except Exception as error:
+            if not isinstance(error, DuckError | ApiError):
+                _log.error("%s: %s", scope["path"][:200], describe_place(error))
+            told = as_api_error(error)
+            # The reply has begun with 200; this is what became of it.
+            scope[FINAL_STATUS] = told.status
+            for event in self._fail(told):
+                yield event
 
     async def _ping(self, send: Send) -> None:
         while True:
@@ -102,6 +127,11 @@ class EventStream(Response):
 def data_event(value: object) -> bytes:
     """An event without a name, as OpenAI's streams have them."""
     return b"data: " + json_bytes(value) + b"\n\n"
+
+
+def openai_error(error: ApiError) -> list[bytes]:
+    """How OpenAI's chat and completions streams end with an error."""
+    return [data_event(error.openai()), DONE]
 
 
 def json_bytes(value: object) -> bytes:
