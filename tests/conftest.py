@@ -14,6 +14,7 @@ from duckllm.cluster.token import TOKEN_VARIABLE
 from duckllm.weights.cache_folder import CACHE_VARIABLE
 from duckllm.weights.manifest import Manifest
 from duckllm.weights.resolve import resolve_model
+from support.moments import at_step  # noqa: F401 - a fixture
 from worker_harness import WorkerProcess, make_model, running_worker
 
 # Here and in processes that tests start: tiny models gain nothing from a library's second thread, and lose

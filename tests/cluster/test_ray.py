@@ -28,11 +28,12 @@ from duckllm.config import ClusterConfig
 from duckllm.errors import ConfigError, MissingPackageError, WorkerUnavailableError
 from duckllm.transport.flock import Flock
 from duckllm.weights.manifest import Manifest
+from support.moments import DECODE, IDLE, PREFILL, AtStep
 from support.ray_nodes import RayNodes, ray_nodes
 from worker_harness import Step, expected_sum, make_step, open_transport, plan_for, stop_process
 
 SEEDED = SamplingParams(temperature=1.0, seed=7, ignore_eos=True, max_tokens=16)
-QUICK: dict[str, Any] = {"worker_silence_s": 0.2, "worker_timeout_s": 60.0}
+QUICK: dict[str, Any] = {"worker_silence_s": 0.5, "worker_timeout_s": 60.0}
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +92,8 @@ def open_flock(cluster: RayCluster, model: Manifest) -> Iterator[Flock]:
 
 
 @pytest.mark.slow
-def test_the_same_tokens_whatever_is_lost(nodes: RayNodes, demo_folder: Path) -> None:
-    prompts = [f"{number} Is {number} prime? What is a duck?" for number in range(1001, 1005)]
+def test_the_same_tokens_whatever_is_lost(nodes: RayNodes, demo_folder: Path, at_step: AtStep) -> None:
+    prompts = [f"{number} Is {number} prime? What is a duck?" for number in range(1001, 1009)]
     with LLM(demo_folder, workers=3, max_model_len=256) as llm:
         expected = [reply.outputs[0].token_ids for reply in llm.generate(prompts, SEEDED)]
     with LLM(demo_folder, cluster=f"ray:{nodes.address}", max_model_len=256, **QUICK) as llm:
@@ -110,19 +111,30 @@ def test_the_same_tokens_whatever_is_lost(nodes: RayNodes, demo_folder: Path) ->
             stop_process(llm.cluster_info().pids[worker])
             kill_actor(worker)
 
-        faults: list[Callable[[int], object]] = [
-            lambda worker: os.kill(llm.cluster_info().pids[worker], signal.SIGKILL),
-            lambda worker: stop_process(llm.cluster_info().pids[worker]),
-            kill_actor,
-            stop_worker_and_kill_actor,
-        ]
-        for number, (fault, prompt, tokens) in enumerate(zip(faults, prompts, expected, strict=True)):
+        def kill_worker(worker: int) -> None:
+            os.kill(llm.cluster_info().pids[worker], signal.SIGKILL)
+
+        def stop_worker(worker: int) -> None:
+            stop_process(llm.cluster_info().pids[worker])
+
+        for number, ((fault, moment), prompt, tokens) in enumerate(
+            zip(
+                (
+                    *((kill_worker, moment) for moment in (PREFILL, DECODE, IDLE)),
+                    *((stop_worker, moment) for moment in (PREFILL, DECODE, IDLE)),
+                    (kill_actor, DECODE),
+                    (stop_worker_and_kill_actor, DECODE),
+                ),
+                prompts,
+                expected,
+                strict=True,
+            )
+        ):
             worker, before = number % 3, llm.cluster_info().pids
-            stream = llm.stream(prompt, SEEDED)
-            got = [next(stream).token_ids[0] for _ in range(4)]
-            fault(worker)
-            got += [output.token_ids[0] for output in stream]
-            assert tuple(got) == tuple(tokens)
+            done = at_step(moment, lambda fault=fault, worker=worker: fault(worker))  # type: ignore[misc]
+            [reply] = llm.generate(prompt, SEEDED)
+            assert done == [1]
+            assert reply.outputs[0].token_ids == tokens
             after = llm.cluster_info().pids
             assert [old == new for old, new in zip(before, after, strict=True)] == [
                 index != worker for index in range(3)

@@ -21,10 +21,9 @@ import pytest
 
 from duckllm import LLM, SamplingParams
 from duckllm.errors import WorkerLostError
-from duckllm.transport.flock import Flock
+from support.moments import DECODE, IDLE, PREFILL, AtStep
 from worker_harness import WorkerProcess, running_worker, stop_process
 
-PREFILL, DECODE, IDLE = 1, 40, -1  # numbers of a step of each; before the first one
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=16)
 SEEDED = SamplingParams(temperature=1.0, seed=7, ignore_eos=True, max_tokens=16)
 QUICK: dict[str, Any] = {"worker_silence_s": 0.25, "max_model_len": 256, "shares": "even"}
@@ -61,40 +60,12 @@ def prompts(demo_folder: Path) -> Iterator[Prompts]:
         yield Prompts(llm)
 
 
-@pytest.fixture
-def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object]], list[int]]:
-    """Has something done before the n-th step from now, or at once; the list grows by one when it was."""
-    submit = Flock.submit
-    waiting: list[tuple[list[int], Callable[[], object], list[int]]] = []
-
-    def counted(flock: Flock, *inputs: Any, **named: Any) -> int:
-        for left, action, done in list(waiting):
-            left[0] -= 1
-            if left[0] < 0:
-                waiting.remove((left, action, done))
-                action()
-                done.append(1)
-        return submit(flock, *inputs, **named)
-
-    monkeypatch.setattr(Flock, "submit", counted)
-
-    def plan(step: int, action: Callable[[], object]) -> list[int]:
-        if step == IDLE:
-            action()
-            return [1]
-        done: list[int] = []
-        waiting.append(([step], action, done))
-        return done
-
-    return plan
-
-
 @pytest.mark.parametrize("options", [{"lanes": "off", "draft": "off"}, {**BOTH_WAYS, "spares": 1}])
 @pytest.mark.parametrize("fault", [kill, stop_process])
 def test_local_workers(
     demo_folder: Path,
     prompts: Prompts,
-    at_step: Callable[[int, Callable[[], object]], list[int]],
+    at_step: AtStep,
     options: dict[str, Any],
     fault: Callable[[int], None],
 ) -> None:
@@ -115,9 +86,7 @@ def test_local_workers(
     assert children() == before
 
 
-def test_both_workers_at_once_and_many_requests(
-    demo_folder: Path, prompts: Prompts, at_step: Callable[[int, Callable[[], object]], list[int]]
-) -> None:
+def test_both_workers_at_once_and_many_requests(demo_folder: Path, prompts: Prompts, at_step: AtStep) -> None:
     asked = [prompts.next(GREEDY) for _ in range(4)]
     with LLM(demo_folder, workers=2, **QUICK, **BOTH_WAYS) as llm:
         at_step(30, lambda: [kill(pid) for pid in llm.cluster_info().pids])
@@ -172,7 +141,7 @@ def test_workers_at_addresses_that_come_back(
     demo_folder: Path,
     prompts: Prompts,
     nodes: Nodes,
-    at_step: Callable[[int, Callable[[], object]], list[int]],
+    at_step: AtStep,
 ) -> None:
     nodes.start(2)
     with LLM(demo_folder, workers=nodes.addresses, **QUICK, **BOTH_WAYS) as llm:
@@ -199,11 +168,12 @@ def test_spares_at_addresses(
     demo_folder: Path,
     prompts: Prompts,
     nodes: Nodes,
-    at_step: Callable[[int, Callable[[], object]], list[int]],
+    at_step: AtStep,
 ) -> None:
     nodes.start(3)
     a, b, c = nodes.addresses
-    with LLM(demo_folder, workers=nodes.addresses, spares=1, **QUICK, **BOTH_WAYS) as llm:
+    patient = QUICK | {"worker_silence_s": 1.0}  # a busy machine must not make the spare take a place
+    with LLM(demo_folder, workers=nodes.addresses, spares=1, **patient, **BOTH_WAYS) as llm:
         assert llm.cluster_info().addresses == (a, b)
         prompt, expected = prompts.next(GREEDY)
         at_step(DECODE, lambda: nodes.kill(0))
@@ -299,7 +269,7 @@ def test_a_link_that_is_down_for_a_while_and_one_that_stays_so(
     prompts: Prompts,
     nodes: Nodes,
     tmp_path: Path,
-    at_step: Callable[[int, Callable[[], object]], list[int]],
+    at_step: AtStep,
 ) -> None:
     token, name = "a secret", f"duck{os.getpid()}"
     with node_behind_a_link(name) as (address, set_link), ExitStack() as stack:
@@ -319,7 +289,7 @@ def test_a_link_that_is_down_for_a_while_and_one_that_stays_so(
                 stack.callback(timer.join)
 
         with LLM(demo_folder, workers=workers[:2], cluster_token=token, **QUICK, **BOTH_WAYS) as llm:
-            for moment, params in ((PREFILL, SEEDED), (DECODE, GREEDY)):
+            for moment, params in ((PREFILL, SEEDED), (DECODE, GREEDY), (IDLE, SEEDED)):
                 prompt, expected = prompts.next(params)
                 done = at_step(moment, lambda: cut(1.0))
                 assert reply(llm, prompt, params) == expected
