@@ -14,7 +14,7 @@ import typer
 from duckllm.cli.common import describe_shares, describe_workers, tell
 from duckllm.cli.model_options import ModelArgument, ModelOptions, takes_model_options
 from duckllm.cli.terminal import printable
-from duckllm.errors import ConfigError
+from duckllm.cluster.token import read_secret
 
 if TYPE_CHECKING:
     from duckllm import LLM
@@ -50,7 +50,7 @@ def serve(
     ] = None,
     api_key_file: Annotated[
         Path | None,
-        typer.Option(help="File with such keys, one a line, for nobody else to read.", readable=False),
+        typer.Option(help="File with such keys, one a line.", readable=False),
     ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Serve anybody who can reach --host, without a key.")
@@ -137,7 +137,7 @@ def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:
     """The keys of the command line, the environment and a file.
 
     Raises:
-        ConfigError: The file cannot be read, is open to others, or holds no key; or a key is none.
+        ConfigError: The file cannot be read or holds no key, or a key is none.
     """
     from duckllm.server.security import check_key
 
@@ -145,19 +145,6 @@ def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:
     if key := os.environ.get(KEY_VARIABLE):
         keys.append(check_key(KEY_VARIABLE, key))
     if file is not None:
-        keys += [check_key("api_key_file", line) for line in _lines(file)]
+        lines = read_secret("api_key_file", file, "a key").splitlines()
+        keys += [check_key("api_key_file", line.strip()) for line in lines if line.strip()]
     return tuple(keys)
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        if file.stat().st_mode & 0o077:
-            raise ConfigError("api_key_file", str(file), "a file that nobody else may read", "chmod 600 it")
-        lines = [line.strip() for line in file.read_text(encoding="ascii").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror or "" if isinstance(error, OSError) else "it is not ASCII"
-        raise ConfigError("api_key_file", str(file), "a file that can be read", reason) from error
-    keys = [line for line in lines if line]
-    if not keys:
-        raise ConfigError("api_key_file", str(file), "a file with a key in it")
-    return keys
