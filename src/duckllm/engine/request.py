@@ -244,12 +244,15 @@ class Request:
         number = self.num_given_tokens - self.num_prompt_tokens - 1
         is_last = self.num_given_tokens == len(self.token_ids)
         times_s = self._token_times_s
+        metrics = self.metrics()
+        if not is_last:
+            metrics = replace(metrics, num_generated_tokens=number + 1)
         return StreamOutput(
             self.request_id,
             self._texts[number],
             (self.token_ids[self.num_given_tokens - 1],),
             self.finish_reason if is_last else None,
-            replace(self.metrics(), num_generated_tokens=number + 1),
+            metrics,
             self.index,
             None if self.params.logprobs is None else (self._logprobs[number],),
             self.stop_reason if is_last else None,
