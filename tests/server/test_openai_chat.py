@@ -122,6 +122,13 @@ def test_a_model_need_not_be_named(server: ServerProcess, model: str | None) -> 
     assert server.http.post("/v1/chat/completions", json=body).json()["model"] == "demo"
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"word": {"type": "string", "maxLength": 5}, "count": {"enum": [1, 2]}},
+    "required": ["word", "count"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 SOUND = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
 
@@ -161,6 +168,11 @@ SOUND = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}
             {"messages": [{"role": "tool", "content": "x"}]},
             "messages[0].tool_call_id",
             "messages[0].tool_",
+        ),
+        (
+            {"tools": [TOOL, TOOL]},
+            "tools[1].function.name",
+            "tools[1].function.name: got 'look_up', expected",
         ),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice: got 'required', expected auto or none"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "response_format.type: got 'xml'"),
@@ -211,6 +223,43 @@ def test_other_errors_have_the_envelope_too(
     assert reply.status_code == status
     assert reply.json()["error"]["message"] == message
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def check_schema(text: str) -> None:
+    found = json.loads(text)
+    assert set(found) == {"word", "count"}
+    assert len(found["word"]) <= 5
+    assert found["count"] in (1, 2)
+
+
+@pytest.mark.parametrize("strict", [True, None])
+def test_a_reply_keeps_to_a_schema(server: ServerProcess, strict: bool | None) -> None:
+    schema = {"name": "word", "schema": SCHEMA, "strict": strict}
+    form = {"type": "json_schema", "json_schema": schema}
+    [choice] = ask(server, response_format=form, max_tokens=90, seed=4).choices
+    assert choice.finish_reason == "stop"
+    check_schema(choice.message.content)
+    chunks = ask(server, response_format=form, max_tokens=90, seed=4, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look_up"}}])
+def test_a_tool_is_called(server: ServerProcess, choice: Any) -> None:
+    options = {"tools": [TOOL], "tool_choice": choice, "max_tokens": 120, "seed": 1}
+    [whole] = ask(server, **options).choices
+    [call] = whole.message.tool_calls
+    assert (whole.finish_reason, whole.message.content, call.function.name) == ("tool_calls", None, "look_up")
+    check_schema(call.function.arguments)
+    chunks = list(ask(server, stream=True, **options))
+    deltas = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
+    assert (deltas[0].index, deltas[0].type, deltas[0].function.name) == (0, "function", "look_up")
+    assert deltas[0].id.startswith("call_")
+    assert {delta.id for delta in deltas[1:]} == {None}
+    assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    result = {"role": "tool", "tool_call_id": call.id, "content": "a bird"}
+    asked = [*DUCK, whole.message.model_dump(exclude_none=True), result]
+    assert ask(server, messages=asked, tools=[TOOL]).choices[0].finish_reason in ("stop", "length")
 
 
 SAMPLED = [

@@ -107,6 +107,16 @@ def test_other_pages_may_ask_only_where_they_are_let_in(asking: Any) -> None:
     assert "access-control-allow-origin" not in other.headers
 
 
+def test_a_model_may_have_several_names(asking: Any) -> None:
+    call = asking(ServerConfig(model_names=("mine", "gpt-4o")))
+    assert [model["id"] for model in call("/v1/models").json()["data"]] == ["mine", "gpt-4o"]
+    assert call("/v1/chat/completions", BODY).json()["model"] == "mine"
+    assert call("/v1/chat/completions", {**BODY, "model": "gpt-4o"}).json()["model"] == "gpt-4o"
+    assert call("/v1/models/gpt-4o").json()["id"] == "gpt-4o"
+    refused = call("/v1/chat/completions", {**BODY, "model": "other"})
+    assert (refused.status, refused.json()["error"]["code"]) == (404, "model_not_found")
+
+
 def test_a_page_cannot_post_without_being_let_in(asking: Any) -> None:
     """What needs no preflight, text/plain, is not read."""
     done = asking(ServerConfig())("/v1/chat/completions", BODY, headers=[("content-type", "text/plain")])
@@ -128,7 +138,7 @@ def test_without_a_key_it_stays_on_loopback(host: str) -> None:
         ({"port": 65536}, "port: got 65536"),
         ({"max_waiting": -1}, "max_waiting: got -1"),
         ({"shutdown_timeout_s": -1}, "shutdown_timeout_s: got -1"),
-        ({"model_name": "a b"}, "served_model_name: got 'a b'"),
+        ({"model_names": ("demo", "a b")}, "served_model_name: got 'a b'"),
         ({"cors_origins": ("example.org",)}, "cors_origin: got 'example.org'"),
         ({"cors_origins": ("https://example.org/path",)}, "cors_origin: got 'https://example.org/path'"),
         ({"api_keys": ("a key",)}, "api_key: got 5 characters"),

@@ -13,7 +13,6 @@ import typer
 
 from duckllm.cli.common import describe_shares, describe_workers, tell
 from duckllm.cli.model_options import ModelArgument, ModelOptions, takes_model_options
-from duckllm.cli.terminal import printable
 from duckllm.cluster.token import read_secret
 
 if TYPE_CHECKING:
@@ -64,10 +63,11 @@ def serve(
         ),
     ] = None,
     served_model_name: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="<name>",
-            help="What clients call the model; by default the name of its folder, or as on the hub.",
+            help="What clients call the model; may be repeated for more names. By default the name of its "
+            "folder, or as on the hub.",
             show_default=False,
         ),
     ] = None,
@@ -97,7 +97,7 @@ def serve(
         api_keys=_keys(api_key or [], api_key_file),
         is_insecure=insecure,
         cors_origins=tuple(cors_origin or ()),
-        model_name=_name(model) if served_model_name is None else served_model_name,
+        model_names=tuple(served_model_name or [_name(model)]),
         max_waiting=max_waiting,
         shutdown_timeout_s=shutdown_timeout_s,
     )
@@ -120,7 +120,7 @@ def serve(
         info = llm.cluster_info()
         if words := describe_shares(info.stripes):
             tell(words)
-        print(f"Serving {printable(config.model_name)} at {url}, {describe_workers(info)}", flush=True)
+        print(f"Serving {config.model_names[0]} at {url}, {describe_workers(info)}", flush=True)
 
     run(config, load, on_ready)
 

@@ -62,7 +62,7 @@ class ServerConfig:
         api_keys: Keys of which a request must have one; empty for none.
         is_insecure: Whether anybody may be served beyond loopback without a key.
         cors_origins: Origins of pages elsewhere that browsers may let in; ``"*"`` for any.
-        model_name: What clients call the model.
+        model_names: What clients may call the model, its own name first.
         max_waiting: Most replies that wait beside those that are computed.
         shutdown_timeout_s: How long a stop waits for replies to come to their end, seconds.
 
@@ -75,7 +75,7 @@ class ServerConfig:
     api_keys: tuple[str, ...] = ()
     is_insecure: bool = False
     cors_origins: tuple[str, ...] = ()
-    model_name: str = "demo"
+    model_names: tuple[str, ...] = ("demo",)
     max_waiting: int = DEFAULT_MAX_WAITING
     shutdown_timeout_s: float = 30.0
 
@@ -86,8 +86,9 @@ class ServerConfig:
             raise ConfigError("max_waiting", self.max_waiting, "a number from 0 to 100000")
         if not 0 <= self.shutdown_timeout_s <= 86_400:
             raise ConfigError("shutdown_timeout_s", self.shutdown_timeout_s, "seconds from 0 to 86400")
-        if not re.fullmatch(r"[!-~]{1,256}", self.model_name):
-            raise ConfigError("served_model_name", self.model_name, "1 to 256 signs of ASCII without spaces")
+        for name in self.model_names:
+            if not re.fullmatch(r"[!-~]{1,256}", name):
+                raise ConfigError("served_model_name", name, "1 to 256 signs of ASCII without spaces")
         for origin in self.cors_origins:
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
                 raise ConfigError("cors_origin", origin, "an origin such as https://example.org, or *")
@@ -99,7 +100,7 @@ class ServerConfig:
 def make_app(service: ChatService, config: ServerConfig) -> FastAPI:
     """All paths, behind the checks of who asks and how much."""
     app = FastAPI(title="duck-llm", docs_url=None, redoc_url=None, redirect_slashes=False)
-    model = ServedModel(config.model_name, service)
+    model = ServedModel(config.model_names, service)
     apis = (openai_chat, openai_completions, openai_models, responses, anthropic, tokenize)
     for module in (*apis, cluster_status, metrics):
         app.include_router(module.router(service, model))

@@ -6,6 +6,7 @@ Mounted by :mod:`duckllm.server.app`; every API asks :class:`ServedModel` for th
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -20,23 +21,20 @@ class ServedModel:
     """The model as clients know it.
 
     Args:
-        name: What it is called.
-        service: Serves it.
-
-    Attributes:
         names: What it may be called in requests, its own name first.
+        service: Serves it.
     """
 
-    def __init__(self, name: str, service: ChatService) -> None:
-        self.names, self._service = (name,), service
+    def __init__(self, names: Sequence[str], service: ChatService) -> None:
+        self.names, self._service = tuple(names), service
         self.created = int(time.time())
 
     def fingerprint(self) -> str:
         """What replies depend on beside the request: the model's weights."""
         return f"fp_{self._service.llm.model_hash[:12]}"
 
-    def card(self) -> dict[str, Any]:
-        """The model in OpenAI's form, with vLLM's name for its context length.
+    def card(self, name: str) -> dict[str, Any]:
+        """The model under one of its names, in OpenAI's form; its context length by vLLM's name as well.
 
         Beside it, for the web page: what a request has that leaves sampling to the model, and whether its
         thinking can be turned on and off.
@@ -44,7 +42,7 @@ class ServedModel:
         length = self._service.llm.max_model_len
         params = self._service.llm.default_sampling_params
         sampling = {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        about = {"id": self.names[0], "object": "model", "created": self.created, "owned_by": "duckllm"}
+        about = {"id": name, "object": "model", "created": self.created, "owned_by": "duckllm"}
         return {
             **about,
             "max_model_len": length,
@@ -61,13 +59,12 @@ def router(service: ChatService, model: ServedModel) -> APIRouter:
     @routes.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         """The models that are served."""
-        return {"object": "list", "data": [model.card()]}
+        return {"object": "list", "data": [model.card(name) for name in model.names]}
 
     @routes.get("/v1/models/{name:path}")
     async def retrieve_model(name: str) -> dict[str, Any]:
         """One of them."""
-        check_model(name, model.names)
-        return model.card()
+        return model.card(check_model(name, model.names))
 
     @routes.post("/v1/embeddings")
     async def create_embeddings() -> None:
