@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -172,7 +177,7 @@ SOUND = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}
         (
             {"tools": [TOOL, TOOL]},
             "tools[1].function.name",
-            "tools[1].function.name: got 'look_up', expected",
+            "tools[1].function.name: got 'look_up'",
         ),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice: got 'required', expected auto or none"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "response_format.type: got 'xml'"),
@@ -287,6 +292,21 @@ def test_a_stream_is_its_whole_reply(server: ServerProcess, options: dict[str, A
     assert reasons == [choice.finish_reason for choice in whole.choices]
     assert usage is not None
     assert usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_the_readmes_code_runs(server: ServerProcess, repository: Path) -> None:
+    text = (repository / "README.md").read_text(encoding="utf-8")
+    [code] = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "openai" in block]
+    told = subprocess.run(
+        [sys.executable, "-c", code.replace("http://127.0.0.1:8000", server.url)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout.startswith("verb: to move")
+    [command] = [line.strip() for line in text.splitlines() if line.startswith("    curl ")]
+    body = json.loads(shlex.split(command)[-1])
+    assert server.http.post("/v1/chat/completions", json=body).json()["object"] == "chat.completion"
 
 
 def test_a_client_that_leaves_is_noticed(server: ServerProcess) -> None:
