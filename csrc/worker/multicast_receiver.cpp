@@ -74,7 +74,12 @@ bool MulticastReceiver::take(const uint8_t* datagram, size_t bytes, Deadline now
   put(*step, header->index, datagram + wire::kDatagramHeaderBytes);
   // Nothing overtakes on the way through a switch: behind the last fragment, and behind a later step, what
   // is missing is lost.
-  step->ask_at = header->index + 1 == step->num_fragments ? now : now + kQuiet;
+  step->heard_at = now;
+  if (header->index + 1 == step->num_fragments) {
+    step->ask_at = now;
+  } else if (step->announced) {
+    step->ask_at = now + kQuiet;
+  }
   for (Step& earlier : steps_) {
     if (earlier.sequence < header->sequence) earlier.ask_at = now;
   }
@@ -104,7 +109,9 @@ MulticastReceiver::Step* MulticastReceiver::begin(uint64_t sequence, uint32_t fr
   step->frame_bytes = frame_bytes;
   step->num_fragments = wire::fragment_count(frame_bytes, session_.fragment_bytes);
   step->num_have = step->num_received = 0;
-  step->asked = false;
+  step->announced = step->asked = false;
+  step->heard_at = Clock::now();
+  step->ask_at = wire::kNever;
   step->frame.resize(std::max<size_t>(step->frame.size(), frame_bytes));
   step->have.assign(step->num_fragments, 0);
   return step;
@@ -125,9 +132,12 @@ void MulticastReceiver::announce(uint64_t sequence, uint32_t frame_bytes) {
     throw WireError(ErrorCode::kProtocol, "STEP_SENT bytes: got " + std::to_string(frame_bytes) +
                                               ", expected 40 to " + std::to_string(max_frame_bytes_));
   }
-  if (find(sequence) != nullptr || is_over(sequence)) return;
-  if (Step* step = begin(sequence, frame_bytes)) {
-    step->ask_at = Clock::now() + kQuiet;
+  if (is_over(sequence)) return;
+  Step* step = find(sequence);
+  if (step == nullptr) step = begin(sequence, frame_bytes);
+  if (step != nullptr) {
+    step->announced = true;
+    step->ask_at = std::min(step->ask_at, step->heard_at + kQuiet);
   } else {
     without_room_.push_back({sequence, frame_bytes});
   }

@@ -22,8 +22,8 @@ namespace duck {
 class MulticastReceiver {
  public:
   static constexpr size_t kMaxSteps = 8;
-  // A step of which no datagram has come for so long is asked for. A datagram takes 12 us on a link of
-  // 1 Gbit/s; a host that lost its core for so long costs a question too many.
+  // A step that the host has sent all of, and of which no datagram has come for so long, is asked for. Before
+  // that silence says nothing: a host that loses its core, or whose link is busy, is silent for longer.
   static constexpr std::chrono::microseconds kQuiet{1000};
 
   struct Counts {
@@ -79,7 +79,9 @@ class MulticastReceiver {
     uint32_t num_fragments = 0;
     uint32_t num_have = 0;      // fragments, from wherever
     uint32_t num_received = 0;  // as datagrams
+    bool announced = false;
     bool asked = false;
+    wire::Deadline heard_at;
     wire::Deadline ask_at = wire::kNever;
     std::vector<uint8_t> frame;
     std::vector<uint8_t> have;  // one a fragment
