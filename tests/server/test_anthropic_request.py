@@ -8,11 +8,12 @@ import pytest
 from pydantic import ValidationError
 
 from duckllm.sampling_params import SamplingParams
-from duckllm.server.anthropic_request import chat_messages, chat_options, hides_thinking, sampling_params
+from duckllm.server.anthropic_request import chat_messages, hides_thinking, sampling_params
+from duckllm.server.anthropic_request import chat_options as options_of
 from duckllm.server.anthropic_types import MessagesBody
 from duckllm.server.errors import ApiError
 from duckllm.server.opaque import to_opaque
-from duckllm.text.chat import ChatMessage, Tool, ToolCall
+from duckllm.text.chat import ChatMessage, ChatOptions, Tool, ToolCall
 
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "read", "input": {"path": "a b"}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "file"}
@@ -24,6 +25,10 @@ def body(*messages: Any, **fields: Any) -> MessagesBody:
     return MessagesBody.model_validate(
         {"model": "m", "max_tokens": 5, "messages": given or [{"role": "user", "content": "a"}], **fields}
     )
+
+
+def chat_options(given: MessagesBody, *, can_think: bool = True, knows_effort: bool = True) -> ChatOptions:
+    return options_of(given, can_think=can_think, knows_effort=knows_effort)
 
 
 def reply(*blocks: Any) -> dict[str, Any]:
@@ -146,18 +151,33 @@ def test_choices_of_tools(choice: str | None, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("thinking", "expected", "hidden"),
+    ("thinking", "can_think", "expected", "hidden"),
     [
-        (None, None, False),
-        ({"type": "disabled"}, False, False),
-        ({"type": "adaptive"}, True, False),
-        ({"type": "adaptive", "display": "omitted"}, True, True),
+        (None, True, None, False),
+        ({"type": "disabled"}, True, False, False),
+        ({"type": "disabled"}, False, False, False),
+        ({"type": "adaptive"}, True, True, False),
+        ({"type": "adaptive", "display": "omitted"}, False, None, True),
+        ({"type": "enabled", "budget_tokens": 4}, True, True, False),
+        ({"type": "enabled", "budget_tokens": 1}, False, None, False),
     ],
 )
-def test_thinking(thinking: Any, expected: bool | None, hidden: bool) -> None:
+def test_thinking(thinking: Any, can_think: bool, expected: bool | None, hidden: bool) -> None:
     given = body(thinking=thinking)
-    assert chat_options(given).enable_thinking is expected
+    assert chat_options(given, can_think=can_think).enable_thinking is expected
     assert hides_thinking(given) is hidden
+
+
+def test_a_budget_that_nothing_keeps_to_is_refused() -> None:
+    with pytest.raises(ApiError) as error:
+        chat_options(body(thinking={"type": "enabled", "budget_tokens": 3}))
+    assert error.value.message.startswith("thinking.budget_tokens: got 3, expected at least max_tokens - 1,")
+
+
+def test_effort_is_told_to_models_that_know_it() -> None:
+    given = body(output_config={"effort": "max"})
+    assert chat_options(given).reasoning_effort == "max"
+    assert chat_options(given, knows_effort=False).reasoning_effort is None
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,42 @@ def test_a_reply_is_json_of_a_schema(client: anthropic.Anthropic) -> None:
     assert only_text(message).replace(" ", "").replace("\n", "") in ('{"bird":"duck"}', '{"bird":"swan"}')
 
 
+BIRDS = {
+    "name": "look_up",
+    "description": "Looks a bird up.",
+    "input_schema": {
+        "type": "object",
+        "properties": {
+            "bird": {"enum": ["duck", "swan"]},
+            "number": {"type": "integer", "maximum": 9, "minimum": 1},
+        },
+        "required": ["bird", "number"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "look_up"}])
+def test_a_tool_is_called_and_its_result_read(client: anthropic.Anthropic, choice: dict[str, str]) -> None:
+    one = {"tools": [BIRDS], "tool_choice": {**choice, "disable_parallel_tool_use": True}}
+    whole = ask(client, max_tokens=200, **one)
+    with client.messages.stream(model="demo", max_tokens=200, messages=DUCK, **one) as stream:
+        streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        assert message.stop_reason == "tool_use"
+        [call] = message.content
+        assert call.type == "tool_use"
+        assert call.name == "look_up"
+        assert call.input["bird"] in ("duck", "swan")
+        assert call.input["number"] in (1, 2)
+    assert streamed.content[0].input == whole.content[0].input  # type: ignore[union-attr]
+    result = {"type": "tool_result", "tool_use_id": streamed.content[0].id, "content": "A bird."}  # type: ignore[union-attr]
+    turns = [*DUCK, streamed.to_param(), {"role": "user", "content": [result]}]
+    after = ask(client, messages=turns, tools=[BIRDS], max_tokens=1).usage
+    assert after.cache_read_input_tokens is not None
+    assert after.cache_read_input_tokens > 64
+
+
 def test_a_stream_that_is_left_disturbs_nobody(client: anthropic.Anthropic) -> None:
     with client.messages.create(model="demo", messages=NUMBERS, max_tokens=900, stream=True) as stream:
         for event in stream:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import httpx
 import openai
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 from server_harness import ServerProcess
@@ -68,6 +68,24 @@ def test_a_reply_of_a_schema(model: Client, use_responses_api: bool) -> None:
     chat = model(use_responses_api=use_responses_api)
     bird = chat.with_structured_output(Bird, method="json_schema").invoke(DUCK)
     assert isinstance(bird, Bird)
+
+
+def look_up(bird: Literal["duck", "swan"]) -> str:
+    """Looks a bird up."""
+    return f"A {bird} is a bird."
+
+
+@pytest.mark.parametrize("use_responses_api", [False, True])
+def test_a_tool_is_called_and_its_result_read(model: Client, use_responses_api: bool) -> None:
+    chat = model(use_responses_api=use_responses_api, max_tokens=200)
+    called = chat.bind_tools([look_up], tool_choice="look_up", strict=True).invoke(DUCK)
+    assert isinstance(called, AIMessage)
+    [call] = called.tool_calls
+    assert call["name"] == "look_up"
+    result = ToolMessage(look_up(**call["args"]), tool_call_id=call["id"])
+    after = chat.bind_tools([look_up], tool_choice="none").invoke([HumanMessage(DUCK), called, result])
+    assert isinstance(after, AIMessage)
+    assert after.tool_calls == []
 
 
 def test_log_probabilities(model: Client) -> None:

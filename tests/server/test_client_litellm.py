@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import warnings
 from collections.abc import Iterator
@@ -19,6 +20,12 @@ with warnings.catch_warnings():
 
 DUCK = [{"role": "user", "content": "What is a duck?"}]
 BEGINNING = "verb: to move (the head or body) quickly downwards"
+BIRD = {
+    "type": "object",
+    "properties": {"bird": {"enum": ["duck", "swan"]}},
+    "required": ["bird"],
+    "additionalProperties": False,
+}
 PROVIDERS = ["openai", "anthropic"]
 
 # Modules of the package that are imported when they are needed warn about themselves.
@@ -74,6 +81,26 @@ def test_a_stream(ask: Ask, provider: str) -> None:
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text.startswith("verb: to move")
     assert chunks[-1].choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_tool_is_called(ask: Ask, provider: str) -> None:
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": BIRD}}
+    reply = ask(provider, tools=[tool], tool_choice="required", max_tokens=200).choices[0]
+    assert reply.finish_reason == "tool_calls"
+    [call] = reply.message.tool_calls
+    assert call.function.name == "look_up"
+    assert json.loads(call.function.arguments)["bird"] in ("duck", "swan")
+    result = {"role": "tool", "tool_call_id": call.id, "content": "A bird."}
+    turns = [*DUCK, reply.message.model_dump(exclude_none=True), result]
+    assert ask(provider, messages=turns, tools=[tool], max_tokens=1).usage.prompt_tokens > 64
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_reply_of_a_schema(ask: Ask, provider: str) -> None:
+    schema = {"name": "bird", "schema": BIRD, "strict": True}
+    reply = ask(provider, response_format={"type": "json_schema", "json_schema": schema})
+    assert json.loads(reply.choices[0].message.content)["bird"] in ("duck", "swan")
 
 
 def test_log_probabilities(ask: Ask) -> None:

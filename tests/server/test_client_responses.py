@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,6 +73,84 @@ def test_a_reply_is_json_of_a_schema(client: openai.OpenAI) -> None:
     assert response.text is not None
     assert response.text.format is not None
     assert response.text.format.type == "json_schema"
+
+
+LOOK_UP = {
+    "type": "function",
+    "name": "look_up",
+    "description": "Looks a bird up.",
+    "parameters": {
+        "type": "object",
+        "properties": {"bird": {"enum": ["duck", "swan"]}},
+        "required": ["bird"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+
+
+def test_a_function_is_called_and_its_output_read(client: openai.OpenAI) -> None:
+    asked = {"tools": [LOOK_UP], "tool_choice": {"type": "function", "name": "look_up"}, "store": False}
+    whole = ask(client, **asked)
+    events = list(client.responses.create(model="demo", input=DUCK, stream=True, **asked))
+    last = events[-1]
+    assert last.type == "response.completed"
+    [call], [same] = whole.output, last.response.output
+    assert (call.type, call.name, call.status) == ("function_call", "look_up", "completed")
+    assert json.loads(call.arguments)["bird"] in ("duck", "swan")
+    added = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(added) == same.arguments == call.arguments
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "A bird."}
+    items = [{"role": "user", "content": DUCK}, call.model_dump(exclude_none=True), output]
+    after = ask(client, input=items, tools=[LOOK_UP], max_output_tokens=1).usage
+    assert after is not None
+    assert after.input_tokens_details.cached_tokens > 64
+
+
+def test_a_session_as_codex_holds_it(client: openai.OpenAI, server: ServerProcess) -> None:
+    shell = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+    files = {**LOOK_UP, "name": "open", "strict": False}
+    asked: dict[str, Any] = {
+        "model": "demo",
+        "instructions": "You are a coding agent.",
+        "tools": [
+            {
+                "type": "function",
+                "name": "exec",
+                "description": "Runs it.",
+                "strict": False,
+                "parameters": shell,
+            },
+            {"type": "namespace", "name": "mcp__files", "description": "Files.", "tools": [files]},
+        ],
+        "tool_choice": {"type": "function", "name": "mcp__files__open"},  # Codex leaves it to the model
+        "parallel_tool_calls": True,
+        "reasoning": {"effort": None, "summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "session",
+        "client_metadata": {"originator": "codex_cli"},
+    }
+    developer = {
+        "type": "message",
+        "role": "developer",
+        "content": [{"type": "input_text", "text": "Be kind."}],
+    }
+    user = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": DUCK}]}
+    items: list[Any] = [developer, user]
+    for turn in range(2):
+        response = server.http.post("/v1/responses", json={**asked, "input": items})
+        blocks = [block.split("\n") for block in response.text.strip().split("\n\n")]
+        events = [json.loads(data.removeprefix("data: ")) for _, data in blocks]
+        assert [name for name, _ in blocks] == [f"event: {event['type']}" for event in events]
+        assert events[-1]["type"] == "response.completed"
+        [done] = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+        assert (done["namespace"], done["name"]) == ("mcp__files", "open")
+        assert json.loads(done["arguments"])["bird"] in ("duck", "swan")
+        cached = events[-1]["response"]["usage"]["input_tokens_details"]["cached_tokens"]
+        assert (cached > 100) == (turn > 0)
+        items += [done, {"type": "function_call_output", "call_id": done["call_id"], "output": "A bird."}]
 
 
 def test_a_stream_that_is_left_disturbs_nobody(client: openai.OpenAI) -> None:

@@ -42,6 +42,7 @@ class OneReply:
         self._reply = reply
         self.llm = SimpleNamespace(default_sampling_params=SamplingParams(), model_hash="0" * 64)
         self.engine = SimpleNamespace(llm=self.llm, metrics=ServerMetrics())
+        self.format = SimpleNamespace(reasoning=None, knows_effort=False)
 
     async def begin(self, request: object) -> EndlessReply:
         return self._reply

@@ -108,8 +108,12 @@ def test_what_cannot_be_a_conversation_is_refused(items: Any, expected: str) -> 
 def test_options() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
+    namespace = {"type": "namespace", "name": "mcp__x__", "description": "Of x.", "tools": [READ]}
     given = body(
-        tools=[{**READ, "strict": True}, {"type": "namespace", "name": "mcp__x__", "tools": [READ]}],
+        tools=[
+            {**READ, "strict": True},
+            namespace,
+        ],
         tool_choice={"type": "function", "name": "read"},
         parallel_tool_calls=False,
         text={"format": form},
@@ -118,7 +122,7 @@ def test_options() -> None:
     options = chat_options(given)
     assert options.tools == [
         Tool("read", "reads", {"type": "object"}, strict=True),
-        Tool("mcp__x__read", "reads", {"type": "object"}),
+        Tool("mcp__x__read", "Of x.\n\nreads", {"type": "object"}),
     ]
     assert namespaces(given) == {"mcp__x__read": ("mcp__x__", "read")}
     assert (options.tool_choice, options.named_tool, options.parallel_tool_calls) == (

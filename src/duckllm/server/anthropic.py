@@ -17,12 +17,23 @@ from duckllm.server.anthropic_events import Event, MessageEvents, fold
 from duckllm.server.anthropic_request import chat_messages, chat_options, hides_thinking, sampling_params
 from duckllm.server.anthropic_types import CountTokensBody, MessagesBody
 from duckllm.server.chat_service import ChatRequest, ChatService, ChatStream
-from duckllm.server.errors import ApiError, as_api_error
+from duckllm.server.errors import ApiError, as_api_error, fields_named
 from duckllm.server.openai_models import ServedModel
 from duckllm.server.openai_replies import new_id
 from duckllm.server.openai_requests import check_model
 from duckllm.server.routing import new_router
 from duckllm.server.streaming import EventStream, named_event, unless_gone
+from duckllm.text.chat import ChatOptions
+
+# What our values call fields of a body, and what it calls them.
+_FIELDS = {
+    "stop": "stop_sequences",
+    "enable_thinking": "thinking.type",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+    ".function.parameters": ".input_schema",
+    ".function.name": ".name",
+}
 
 
 def router(service: ChatService, model: ServedModel) -> APIRouter:
@@ -33,8 +44,9 @@ def router(service: ChatService, model: ServedModel) -> APIRouter:
     async def create_message(body: MessagesBody, request: Request) -> Response:
         """The assistant's next message."""
         name = check_model(body.model, model.names)
-        params = sampling_params(body, service.llm.default_sampling_params)
-        asked = ChatRequest(chat_messages(body), chat_options(body), params)
+        with fields_named(_FIELDS):
+            params = sampling_params(body, service.llm.default_sampling_params)
+        asked = ChatRequest(chat_messages(body), _options(body, service), params)
         if body.stream:
             stream = await unless_gone(request, _begin(service, asked))
             return EventStream(_written(_events(stream, name, body)), stream.cancel, _fail)
@@ -44,15 +56,22 @@ def router(service: ChatService, model: ServedModel) -> APIRouter:
     async def count_tokens(body: CountTokensBody, request: Request) -> dict[str, int]:
         """How many tokens a conversation has."""
         check_model(body.model, model.names)
-        counting = service.count_tokens(chat_messages(body), chat_options(body))
-        return {"input_tokens": await unless_gone(request, counting)}
+        counting = service.count_tokens(chat_messages(body), _options(body, service))
+        with fields_named(_FIELDS):
+            return {"input_tokens": await unless_gone(request, counting)}
 
     return routes
 
 
+def _options(body: CountTokensBody, service: ChatService) -> ChatOptions:
+    form = service.format
+    return chat_options(body, can_think=form.reasoning is not None, knows_effort=form.knows_effort)
+
+
 async def _begin(service: ChatService, asked: ChatRequest) -> ChatStream:
     try:
-        return await service.begin(asked)
+        with fields_named(_FIELDS):
+            return await service.begin(asked)
     except PromptTooLongError as error:
         known = as_api_error(error)
         # By these words Claude Code knows that it has to make the conversation shorter.

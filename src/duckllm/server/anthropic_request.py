@@ -16,6 +16,7 @@ from duckllm.server.anthropic_types import (
     ClearThinking,
     CountTokensBody,
     DisabledThinking,
+    EnabledThinking,
     Message,
     MessagesBody,
     NamedToolChoice,
@@ -66,8 +67,16 @@ def chat_messages(body: CountTokensBody) -> list[ChatMessage]:
     return messages
 
 
-def chat_options(body: CountTokensBody) -> ChatOptions:
+def chat_options(body: CountTokensBody, *, can_think: bool, knows_effort: bool) -> ChatOptions:
     """The options of the reply.
+
+    Thinking that is allowed happens where the model can think. ``effort`` is a wish, told to models that know
+    it.
+
+    Args:
+        body: What was asked.
+        can_think: Whether the model does.
+        knows_effort: Whether it can be told how much to.
 
     Raises:
         ApiError: A tool is given twice or too large, or ``tool_choice`` asks for one that is not given.
@@ -96,8 +105,8 @@ def chat_options(body: CountTokensBody) -> ChatOptions:
         response_format=(
             StructuredOutputsParams(json=config.format.schema_) if config and config.format else None
         ),
-        enable_thinking=None if body.thinking is None else not isinstance(body.thinking, DisabledThinking),
-        reasoning_effort=config.effort if config else None,
+        enable_thinking=_thinks(body, can_think),
+        reasoning_effort=config.effort if config and knows_effort else None,
     )
 
 
@@ -113,6 +122,24 @@ def sampling_params(body: MessagesBody, defaults: SamplingParams) -> SamplingPar
         if getattr(body, name) is not None
     }
     return replace(defaults, max_tokens=body.max_tokens, stop=body.stop_sequences or None, **given)
+
+
+def _thinks(body: CountTokensBody, can_think: bool) -> bool | None:
+    """Whether the reply begins with thinking; None for what the model's template does.
+
+    Nothing ends the thinking within a reply, so that a budget is honoured where the reply's end keeps to it.
+    """
+    thinking = body.thinking
+    if thinking is None or isinstance(thinking, DisabledThinking):
+        return None if thinking is None else False
+    if isinstance(thinking, EnabledThinking) and isinstance(body, MessagesBody) and can_think:
+        least = body.max_tokens - 1
+        if thinking.budget_tokens < least:
+            expected = (
+                f"at least max_tokens - 1, {least}: only a reply as a whole is limited; or type 'adaptive'"
+            )
+            raise refuse("thinking.budget_tokens", thinking.budget_tokens, expected)
+    return True if can_think else None
 
 
 def hides_thinking(body: MessagesBody) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -140,6 +141,22 @@ def describe_place(error: Exception) -> str:
 def refuse(param: str, got: object, expected: str) -> ApiError:
     """A field that cannot be honoured."""
     return ApiError(400, f"{param}: got {show_value(got)}, expected {expected}", param=param)
+
+
+@contextmanager
+def fields_named(names: Mapping[str, str]) -> Iterator[None]:
+    """Says of an error the field as the client's API has it.
+
+    Args:
+        names: Parts of the names that our own values have, and what stands for them there.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        field = error.field
+        for ours, theirs in names.items():
+            field = field.replace(ours, theirs)
+        raise ConfigError(field, error.got, error.expected, error.hint) from error
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 
 from duckllm.sampling_params import SamplingParams
 from duckllm.server.chat_service import ChatOutput, ChatRequest, ChatService, ChatStream
-from duckllm.server.errors import ApiError, refuse
+from duckllm.server.errors import ApiError, fields_named, refuse
 from duckllm.server.openai_models import ServedModel
 from duckllm.server.openai_replies import chat_logprobs, new_id
 from duckllm.server.openai_requests import check_model
@@ -30,6 +30,14 @@ from duckllm.server.responses_types import ResponsesBody
 from duckllm.server.routing import new_router
 from duckllm.server.streaming import EventStream, named_event, unless_gone
 
+# What our values call fields of a body, and what it calls them.
+_FIELDS = {
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    ".function": "",
+}
+
 
 def router(service: ChatService, model: ServedModel) -> APIRouter:
     """The path of the Responses API."""
@@ -41,7 +49,8 @@ def router(service: ChatService, model: ServedModel) -> APIRouter:
         name = check_model(body.model, model.names)
         if body.stream_options is not None and not body.stream:
             raise refuse("stream_options", body.stream_options.model_dump(), "none without stream: true")
-        params = sampling_params(body, service.llm.default_sampling_params)
+        with fields_named(_FIELDS):
+            params = sampling_params(body, service.llm.default_sampling_params)
         asked = ChatRequest(chat_messages(body), chat_options(body), params)
         reply = _Reply(
             service,
@@ -55,9 +64,11 @@ def router(service: ChatService, model: ServedModel) -> APIRouter:
             ),
         )
         if body.stream:
-            stream = await unless_gone(request, service.begin(asked))
+            with fields_named(_FIELDS):
+                stream = await unless_gone(request, service.begin(asked))
             return EventStream(reply.written(stream), stream.cancel, reply.fail)
-        return await unless_gone(request, reply.whole(asked))
+        with fields_named(_FIELDS):
+            return await unless_gone(request, reply.whole(asked))
 
     return routes
 

@@ -160,6 +160,9 @@ def _functions(body: ResponsesBody) -> Iterator[tuple[str, str | None, FunctionT
     for number, tool in enumerate(body.tools):
         if isinstance(tool, NamespaceTool):
             for place, function in enumerate(tool.tools):
+                if place == 0:  # what is said of all of them is told once
+                    said = [text for text in (tool.description, function.description) if text]
+                    function = function.model_copy(update={"description": "\n\n".join(said)})
                 yield f"tools[{number}].tools[{place}]", tool.name, function
         else:
             yield f"tools[{number}]", None, tool

@@ -59,6 +59,11 @@ class ChatFormat:
         """Whether ``enable_thinking`` makes a difference."""
         return bool(self._traits.switches)
 
+    @property
+    def knows_effort(self) -> bool:
+        """Whether the model's template can be told how much to think."""
+        return "reasoning_effort" in self._traits.options
+
     def prompt(self, messages: Sequence[ChatMessage], options: ChatOptions = ChatOptions()) -> ChatPrompt:  # noqa: B008
         """A conversation up to where the reply begins.
 
