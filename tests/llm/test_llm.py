@@ -377,3 +377,18 @@ def test_importing_the_package_loads_no_torch_and_exports_what_it_lists() -> Non
     assert set(duckllm.__all__) <= set(dir(duckllm))
     with pytest.raises(AttributeError, match="no attribute 'Goose'"):
         _ = duckllm.Goose
+
+
+def test_chat_takes_calls_of_tools_and_their_results(llm: LLM) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "ducks"}'}}
+    messages = [
+        *DUCK,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "two"},
+    ]
+    [output] = llm.chat(messages, SamplingParams(temperature=0, max_tokens=1))
+    assert llm.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False) == (
+        "<|bos|><|user|>What is a duck?<|assistant|>"
+        '<tool_call>\n{"name": "look", "arguments": {"at": "ducks"}}\n</tool_call><|eos|>'
+        "<|user|><tool_response>\ntwo\n</tool_response><|assistant|>"
+    )

@@ -15,7 +15,7 @@ from typing import Any
 from duckllm.errors import ConfigError, InWords, RequestError
 from duckllm.sampling_params import SamplingParams
 from duckllm.text.chat import ChatMessage, ChatOptions, ChatPrompt, ReplyParser, Tool, ToolCall
-from duckllm.text.control_text import free_mark
+from duckllm.text.control_text import free_mark, texts_of
 from duckllm.text.formats.described_tools import RESULT_BEGIN, RESULT_END, describe
 from duckllm.text.formats.known import KIMI_K2, MISTRAL
 from duckllm.text.formats.markup import ReasoningMarkup, ToolMarkup
@@ -77,6 +77,8 @@ class ChatFormat:
         """
         tools = [] if options.tool_choice == "none" else [_tool_dict(tool) for tool in options.tools]
         names = self._template_options(options)
+        if not messages:
+            raise RequestError("messages: got none, expected at least one")
         dicts = self._message_dicts(_with_ids(messages))
         own: dict[str, str] = {}
         if tools and not self._traits.writes_tools:
@@ -227,14 +229,14 @@ class ChatFormat:
     def _describe_tools(self, dicts: list[_Dict], tools: Sequence[_Dict]) -> dict[str, str]:
         """Puts the tools into the first message; returns our own words for their stand-ins in it."""
         before, described, behind = describe(tools, self.markup)
-        texts = [str(each) for each in (*dicts, *tools)]
+        texts = [text for each in (*dicts, *tools) for text in texts_of(each)]
         first, second = free_mark(texts, "\ue001"), free_mark(texts, "\ue002")
         text = first + described + second
-        if not dicts or (dicts[0]["role"] != "system" and self._traits.takes_system):
-            dicts.insert(0, {"role": "system", "content": text})
-        elif dicts[0]["role"] == "system":
+        if dicts[0]["role"] == "system":
             separator = "\n\n" if dicts[0]["content"] else ""
             dicts[0]["content"] += separator + text
+        elif self._traits.takes_system:
+            dicts.insert(0, {"role": "system", "content": text})
         else:
             dicts[0]["content"] = f"{text}\n\n{dicts[0]['content']}"
         return {first: before, second: behind}

@@ -16,12 +16,15 @@ from duckllm.text.template_steps import TooManyStepsError, run_limited
 
 Message = Mapping[str, Any]
 
-# Steps of a template: far more than templates take (some hundreds a message), less than a second or two.
-_MAX_STEPS = 1_000_000
-_MAX_STEPS_EACH = 20_000  # more for each message and each tool
+# Most steps and seconds of a template, and how many more for each message and each tool. Templates take some
+# hundred steps a message, and a tenth of a millisecond.
+_MAX_STEPS, _MAX_STEPS_EACH = 1_000_000, 20_000
+_MAX_S, _MAX_S_EACH = 5.0, 0.01
 
-# What every template is given.
-_GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+# What every template is given, beside special tokens (bos_token).
+_GIVEN = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+)
 
 
 class ChatTemplate(Protocol):
@@ -68,17 +71,26 @@ class JinjaTemplate:
     def variables(self) -> frozenset[str]:
         """Names that it looks up, but for what every template is given; none where it is broken."""
         import jinja2
-        from jinja2 import meta
+        from jinja2 import meta, nodes
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols", _generation_tag()])
         names: set[str] = set()
         try:
             for source in self._sources:
-                names |= meta.find_undeclared_variables(environment.parse(source))
+                tree = environment.parse(source)
+                # What is set in one place is its own elsewhere too, unless it asks whether it was given.
+                own = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
+                asked = {
+                    test.node.name
+                    for test in tree.find_all(nodes.Test)
+                    if test.name in ("defined", "undefined") and isinstance(test.node, nodes.Name)
+                }
+                names |= meta.find_undeclared_variables(tree) - (own - asked)
         except jinja2.TemplateError:
             return frozenset()
-        return frozenset(names - _GIVEN - set(self._inner.special_tokens_map) - set(environment.globals))
+        names -= _GIVEN | set(environment.globals)
+        return frozenset(name for name in names if not name.endswith("_token"))
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Message] = (), options: Message | None = None
@@ -91,7 +103,8 @@ class JinjaTemplate:
         """
         import jinja2
 
-        max_steps = _MAX_STEPS + _MAX_STEPS_EACH * (len(messages) + len(tools))
+        size = len(messages) + len(tools)
+        max_steps, max_s = _MAX_STEPS + _MAX_STEPS_EACH * size, _MAX_S + _MAX_S_EACH * size
 
         def run() -> str:
             return str(
@@ -106,10 +119,11 @@ class JinjaTemplate:
 
         where = f"chat_template: {self._folder} has"
         try:
-            return run_limited(run, max_steps)
+            return run_limited(run, max_steps, max_s)
         except TooManyStepsError as error:
             raise CheckpointError(
-                f"{where} one that takes more than {max_steps} steps, expected one that comes to an end"
+                f"{where} one that takes more than {max_steps} steps or {max_s:g} s, "
+                "expected one that comes to an end"
             ) from error
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"{where} a broken one at line {error.lineno}: {error.message}") from error

@@ -154,7 +154,7 @@ def cut(text: str, places: list[float]) -> list[str]:
 
 
 @each_markup
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_cuts_change_nothing(markup: ToolMarkup, data: st.DataObject) -> None:
     text = data.draw(replies(markup))
@@ -166,7 +166,7 @@ def test_cuts_change_nothing(markup: ToolMarkup, data: st.DataObject) -> None:
 
 
 @each_markup
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_nothing_is_lost_and_nothing_doubled(markup: ToolMarkup, data: st.DataObject) -> None:
     text = data.draw(replies(markup))
@@ -344,9 +344,9 @@ def test_a_long_value_is_a_string(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_cost_is_linear() -> None:
     """Parts that are looked at again and again would take minutes."""
-    hostile = "<tool_call>" * 20_000 + '{"name": "look", "arguments": {' + '"a": "' + "b\\n" * 100_000
+    hostile = "<tool_call>" * 10_000 + '{"name": "look", "arguments": {' + '"a": "' + "b\\n" * 40_000
     parts = parse(parser_of(HERMES), [hostile])
-    assert parts[0] == ("content", "<tool_call>" * 19_999)
+    assert parts[0] == ("content", "<tool_call>" * 9_999)
     assert parts[1][1] == "look"
 
 

@@ -8,7 +8,6 @@ is for DeepSeek's own search agent.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -95,7 +94,7 @@ class DeepseekV32Template:
         """The conversation, up to where the assistant's reply begins.
 
         Raises:
-            RequestError: A call's arguments are no JSON object.
+            RequestError: A call's arguments are text.
         """
         options = options or {}
         thinks = bool(options.get("thinking", options.get("enable_thinking", False)))
@@ -139,17 +138,8 @@ def _calls(calls: Sequence[Mapping[str, Any]]) -> str:
     written = []
     for call in calls:
         arguments = call["function"]["arguments"]
+        # Text would have to be decoded here, after control tokens were looked for in it.
         if isinstance(arguments, str):
-            arguments = _as_object(arguments)
+            raise RequestError("messages: got a call's arguments as text, expected an object")
         written.append(DEEPSEEK_V3_2.write(call["function"]["name"], arguments))
     return DEEPSEEK_V3_2.before + DEEPSEEK_V3_2.write_all(written)
-
-
-def _as_object(text: str) -> Mapping[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise RequestError(f"messages: got {text[:200]!r} for a call's arguments, expected a JSON object")
-    return value

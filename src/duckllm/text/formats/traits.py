@@ -17,6 +17,8 @@ from duckllm.text.formats.known import HERMES, KNOWN
 from duckllm.text.formats.markup import ReasoningMarkup, ToolMarkup, to_json
 
 _USER: Mapping[str, Any] = {"role": "user", "content": "userprobe"}
+_REPLY = {"role": "assistant", "content": "contentprobe", "reasoning_content": "reasonprobe"}
+_THINKING = {"enable_thinking": True, "thinking": True}
 _ARGUMENTS = {"keyprobe": "valueprobe"}
 _TOOL = {
     "type": "function",
@@ -57,16 +59,16 @@ class TemplateTraits:
 
 def traits_of(template: ChatTemplate | None) -> TemplateTraits:
     """What a template does; what a broken one, or none, does is said when it is used."""
-    if template is None:
+    if template is None or not _render(template, [_USER]):
         return TemplateTraits()
     switches = tuple(name for name in ("enable_thinking", "thinking") if name in template.variables)
     system = _render(template, [{"role": "system", "content": "systemprobe"}, _USER])
     found = _find_calls(template)
-    markup, takes_text = found or (HERMES, True)
+    markup, takes_text, text = found or (HERMES, True, "")
     tools = _render(template, [_USER], [_TOOL])
     return TemplateTraits(
         markup=markup,
-        reasoning=_find_reasoning(template),
+        reasoning=_find_reasoning(template, text),
         writes_tools=found is not None and "toolprobe" in tools,
         writes_calls=found is not None,
         takes_text=takes_text,
@@ -88,31 +90,32 @@ def _render(
         return ""
 
 
-def _find_calls(template: ChatTemplate) -> tuple[ToolMarkup, bool] | None:
-    """The markup of calls, and whether arguments may be text; None where none that is known is written."""
+def _find_calls(template: ChatTemplate) -> tuple[ToolMarkup, bool, str] | None:
+    """The markup of calls, whether arguments may be text, and what was written; None for no known markup."""
     for takes_text in (True, False):
         for call_id in _IDS:
             arguments = to_json(_ARGUMENTS) if takes_text else _ARGUMENTS
             function = {"name": "nameprobe", "arguments": arguments}
             call = {"id": call_id, "type": "function", "function": function}
             result = {"role": "tool", "content": "resultprobe", "tool_call_id": call_id}
-            assistant = {"role": "assistant", "content": "contentprobe", "tool_calls": [call]}
-            text = _render(template, [_USER, assistant, result], [_TOOL])
+            text = _render(template, [_USER, {**_REPLY, "tool_calls": [call]}, result], [_TOOL], _THINKING)
             if "resultprobe" not in text:
                 continue
             for markup in KNOWN:
-                if markup.begin + markup.write("nameprobe", _ARGUMENTS) in text:
-                    return markup, takes_text
+                # An id may stand before the end.
+                written = (markup.begin + markup.write("nameprobe", _ARGUMENTS)).removesuffix(markup.call_end)
+                if written in text:
+                    return markup, takes_text, text
     return None
 
 
-def _find_reasoning(template: ChatTemplate) -> ReasoningMarkup | None:
+def _find_reasoning(template: ChatTemplate, text: str) -> ReasoningMarkup | None:
+    """How thinking is marked: of a reply with calls, as ``text`` has it, or of one without."""
     plain = ReasoningMarkup()
     if plain.end not in template.source:
         return None
-    reply = {"role": "assistant", "content": "contentprobe", "reasoning_content": "reasonprobe"}
     pattern = re.compile(rf"{plain.begin}(\s*)reasonprobe(\s*){plain.end}(\s*)contentprobe")
-    for options in ({}, {"enable_thinking": True, "thinking": True}):
-        if found := pattern.search(_render(template, [_USER, reply], (), options)):
-            return ReasoningMarkup(after_begin=found[1], before_end=found[2], after_end=found[3])
-    return plain
+    found = pattern.search(text) or pattern.search(_render(template, [_USER, _REPLY], (), _THINKING))
+    if found is None:
+        return plain
+    return ReasoningMarkup(after_begin=found[1], before_end=found[2], after_end=found[3])
