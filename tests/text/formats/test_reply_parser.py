@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -113,7 +114,9 @@ KEYS = ["path", "count", "what", "color", "list"]
 values = st.one_of(
     st.sampled_from(WORDS),
     st.integers(),
-    st.lists(st.sampled_from(WORDS), max_size=2),
+    st.lists(
+        st.sampled_from([*WORDS, "</parameter>", "</arg_value>", "</｜DSML｜parameter>", '"']), max_size=3
+    ),
     st.text(max_size=6),
     st.sampled_from(["", "\n", " a\n", '"', "\\", "</", "<tool_call>", "null", "1"]),
     st.dictionaries(st.sampled_from(WORDS), st.none() | st.booleans(), max_size=2),
@@ -163,6 +166,19 @@ def test_cuts_change_nothing(markup: ToolMarkup, data: st.DataObject) -> None:
     whole = parse(parser_of(markup, begins_in_reasoning=begins), [text])
     assert parse(parser_of(markup, begins_in_reasoning=begins), cut(text, places)) == whole
     assert parse(parser_of(markup, begins_in_reasoning=begins), text) == whole
+
+
+@pytest.mark.parametrize("markup", [GLM_4_5, DEEPSEEK_V3_2], ids=lambda markup: markup.name)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_cuts_change_nothing_at_limits(markup: ToolMarkup, data: st.DataObject) -> None:
+    limits = {"_MAX_VALUE": 40, "_MAX_AHEAD": 30, "_MAX_NAME": 5, "_MAX_SPACE": 2}
+    with mock.patch.multiple("duckllm.text.formats.reply_parser", **limits):
+        text = data.draw(replies(markup))
+        places = data.draw(st.lists(st.floats(0, 1), max_size=6))
+        whole = parse(parser_of(markup), [text])
+        assert parse(parser_of(markup), cut(text, places)) == whole
+        assert parse(parser_of(markup), text) == whole
 
 
 @each_markup
@@ -360,6 +376,26 @@ def test_the_end_of_a_value_may_stand_in_its_strings(markup: ToolMarkup) -> None
     broken = calls(markup, ("look", {"count": 3, "path": 'say "x"'})).replace("3", '["a')
     [(_, name, arguments)] = read(markup, broken)
     assert (name, json.loads(arguments)) == ("look", {"count": '["a', "path": 'say "x"'})
+
+
+def test_values_are_read_ahead_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    look = {"list": ["</arg_value>" * 3], "count": 1}
+    text = calls(GLM_4_5, ("look", look))
+    assert read(GLM_4_5, text) == [("call", "look", to_json(look))]
+    monkeypatch.setattr("duckllm.text.formats.reply_parser._MAX_AHEAD", 20)
+    assert read(GLM_4_5, text)[0] == ("call", "look", '{"list": "[\\""')
+    monkeypatch.undo()
+    monkeypatch.setattr("duckllm.text.formats.reply_parser._MAX_VALUE", 20)
+    assert read(GLM_4_5, text)[0] == ("call", "look", '{"list": "[\\""')
+
+
+def test_reading_ahead_is_linear() -> None:
+    value = '<arg_key>a{}</arg_key>\n<arg_value>["' + '\\"</arg_value>' * 40 + "</arg_value>\n"
+    text = "<tool_call>look\n" + "".join(value.replace("{}", str(number)) for number in range(400))
+    assert parse(parser_of(GLM_4_5), [text])[0][1] == "look"
+    text = '<tool_call>look\n<arg_key>list</arg_key>\n<arg_value>["' + "</arg_value>" * 50_000
+    [(_, _, given_arguments), *_] = parse(parser_of(GLM_4_5), [text])
+    assert given_arguments == '{"list": "[\\""'
 
 
 def test_marks_within_content_of_a_form_are_content() -> None:

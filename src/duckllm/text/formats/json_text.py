@@ -15,7 +15,7 @@ from duckllm.text.formats.reader import WHITE_SPACE, Reader, Reading
 
 _SPACE = re.compile(f"[{WHITE_SPACE}]+")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
-_ESCAPED = re.compile(r"\\.", re.DOTALL)
+_QUOTES = re.compile(r'"|\\.?', re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f]+")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _HEX = frozenset("0123456789abcdefABCDEF")
@@ -117,9 +117,29 @@ def _read_escape(reader: Reader) -> Reading[str | None]:
     return None
 
 
-def has_open_string(text: str) -> bool:
-    """Whether a text that begins as JSON does ends within one of its strings."""
-    return text.lstrip()[:1] in ("[", "{", '"') and len(_ESCAPED.sub("", text).split('"')) % 2 == 0
+class StringScan:
+    """Whether JSON that comes in pieces is within one of its strings; text that begins as none has none.
+
+    Attributes:
+        is_open: Whether it is.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._is_json: bool | None = None  # until something is there
+        self._is_escaped = False  # what comes next
+
+    def push(self, text: str) -> None:
+        """Takes the next piece."""
+        if self._is_json is None and (first := text.lstrip()[:1]):
+            self._is_json = first in '[{"'
+        if not self._is_json or not text:
+            return
+        start, self._is_escaped = int(self._is_escaped), False
+        for found in _QUOTES.finditer(text, start):
+            if found[0] == '"':
+                self.is_open = not self.is_open
+            self._is_escaped = found[0] == "\\"
 
 
 def value_text(text: str, kind: Kind) -> str:

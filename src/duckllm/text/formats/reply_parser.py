@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Any, Literal
 
 from duckllm.text.chat import ContentDelta, ReasoningDelta, ReplyDelta, Tool, ToolCallDelta
-from duckllm.text.formats.json_text import Kind, has_open_string, kind_of, read_object, value_text
+from duckllm.text.formats.json_text import Kind, StringScan, kind_of, read_object, value_text
 from duckllm.text.formats.markup import ParameterMarkup, ReasoningMarkup, ToolMarkup, to_json
 from duckllm.text.formats.reader import WHITE_SPACE, Reader, Reading
 
@@ -32,6 +32,9 @@ _MAX_NAME = 256
 
 # A value that may be JSON is held back until its end; a longer one is a string.
 _MAX_VALUE = 1 << 20
+
+# How far a reply is read ahead, in characters, for values whose strings have what ends a value.
+_MAX_AHEAD = 4 << 20
 
 
 class MarkupParser:
@@ -64,6 +67,7 @@ class MarkupParser:
         self._begins_in_reasoning, self._parallel = begins_in_reasoning, parallel_tool_calls
         self._content_has_form = content_has_form
         self._num_calls = 0  # whether given or left out
+        self._ahead = _MAX_AHEAD
         self._reader = Reader()
         self._given: list[tuple[_Given, list[str]]] = []  # since the last deltas
         self._index = -1  # of the call whose arguments are given
@@ -258,25 +262,41 @@ class MarkupParser:
         return found is not None
 
     def _read_json_up_to(self, ends: tuple[str, ...]) -> Reading[tuple[str, str | None]]:
-        """A value and which of ``ends`` is behind it: the first one that is not in a string of its JSON."""
-        self._reader.mark()
+        """A value and which of ``ends`` is behind it: the first one that is not in a string of its JSON.
+
+        Of what is no JSON after all, or is too long, the first end counts.
+        """
         texts: list[str] = []
-        found = yield from self._reader.pass_until(ends, texts.append, _MAX_VALUE)
-        if found is None or not has_open_string("".join(texts)):
+        size = 0
+        scan = StringScan()
+
+        def take(text: str) -> None:
+            nonlocal size
+            texts.append(text)
+            scan.push(text)
+            size += len(text)
+
+        self._reader.mark()
+        found = yield from self._reader.pass_until(ends, take, _MAX_VALUE)
+        if found is None or not scan.is_open:
             self._reader.forget()
             return "".join(texts), found
-        while found is not None and has_open_string("".join(texts)):
-            texts.append(found)
-            found = yield from self._reader.pass_until(ends, texts.append, _MAX_VALUE)
+        first, end = "".join(texts), found
+        num_ahead = size
+        while found is not None and scan.is_open and size <= _MAX_VALUE and size - num_ahead <= self._ahead:
+            take(found)
+            most = min(_MAX_VALUE - size, self._ahead - (size - num_ahead))
+            found = yield from self._reader.pass_until(ends, take, most)
+        is_within = size <= _MAX_VALUE and size - num_ahead <= self._ahead
+        # The same however the text is cut: not what came with the piece that was too much.
+        self._ahead -= max(0, min(size - num_ahead, self._ahead, _MAX_VALUE - num_ahead))
         text = "".join(texts)
-        if found is not None and value_text(text, "json") == text.strip():
+        if found is not None and not scan.is_open and is_within and value_text(text, "json") == text.strip():
             self._reader.forget()
             return text, found
-        # It is no JSON, so nothing in it is a string.
         self._reader.rewind()
-        texts = []
-        found = yield from self._reader.pass_until(ends, texts.append, _MAX_VALUE)
-        return "".join(texts), found
+        yield from self._reader.pass_until(ends, lambda text: None)
+        return first, end
 
     def _match(self, parts: Sequence[str]) -> Reading[bool]:
         """Whether all of these come next, with any white space before each; read as far as they do."""
