@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from duckllm.text.chat import Tool, ToolCallDelta
@@ -198,6 +198,9 @@ def test_what_is_written_is_read(markup: ToolMarkup, data: st.DataObject) -> Non
     called = data.draw(
         st.lists(st.tuples(st.sampled_from(["look", "wait"]), arguments), min_size=1, max_size=3)
     )
+    if markup.parameter is not None:
+        # A string cannot have what ends it, nor can what the schema takes for one.
+        assume(not any(markup.parameter.end.strip() in to_json(given) for _, given in called))
     parts = parse(parser_of(markup), [calls(markup, *called)])
     assert [part[:2] for part in parts] == [("call", name) for name, _ in called]
     if markup.parameter is None:
