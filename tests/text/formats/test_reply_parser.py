@@ -381,6 +381,11 @@ def test_the_end_of_a_value_may_stand_in_its_strings(markup: ToolMarkup) -> None
     assert (name, json.loads(arguments)) == ("look", {"count": '["a', "path": 'say "x"'})
 
 
+def test_a_quote_that_is_left_open_does_not_take_the_next_call() -> None:
+    text = calls(GLM_4_5, ("look", {"count": '"'}), ("look", {"path": '"'}))
+    assert read(GLM_4_5, text) == [("call", "look", '{"count": "\\""}'), ("call", "look", '{"path": "\\""}')]
+
+
 def test_values_are_read_ahead_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     look = {"list": ["</arg_value>" * 3], "count": 1}
     text = calls(GLM_4_5, ("look", look))

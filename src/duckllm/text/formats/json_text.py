@@ -118,7 +118,7 @@ def _read_escape(reader: Reader) -> Reading[str | None]:
 
 
 class StringScan:
-    """Whether JSON that comes in pieces is within one of its strings; text that begins as none has none.
+    """Whether an object or array that comes in pieces is within one of its strings; other text has none.
 
     Attributes:
         is_open: Whether it is.
@@ -132,7 +132,7 @@ class StringScan:
     def push(self, text: str) -> None:
         """Takes the next piece."""
         if self._is_json is None and (first := text.lstrip()[:1]):
-            self._is_json = first in '[{"'
+            self._is_json = first in "[{"
         if not self._is_json or not text:
             return
         start, self._is_escaped = int(self._is_escaped), False
