@@ -33,6 +33,7 @@ from duckllm.server import (
     openai_chat,
     openai_completions,
     openai_models,
+    openapi,
     page,
     responses,
     tokenize,
@@ -105,15 +106,19 @@ def make_app(service: ChatService, config: ServerConfig) -> FastAPI:
     for module in (*apis, cluster_status, metrics):
         app.include_router(module.router(service, model))
     app.include_router(page.router())
-    app.add_api_route("/health", _health(service), tags=["server"])
+    app.add_api_route(
+        "/health", _health(service), tags=["server"], responses={503: {"description": "Loading"}}
+    )
     app.add_exception_handler(HTTPException, _answer_error)
     app.add_exception_handler(DuckError, _answer_error)
     app.add_exception_handler(RequestValidationError, _answer_error)
+    checks_names = not config.api_keys and not config.is_insecure
+    openapi.describe(app, has_keys=bool(config.api_keys), checks_names=checks_names)
     # The last one that is added sees a request first.
     app.add_middleware(_WhileLoading, service=service)
     app.add_middleware(BodyLimit)
     app.add_middleware(ApiKeys, keys=config.api_keys)
-    if not config.api_keys and not config.is_insecure:
+    if checks_names:
         app.add_middleware(KnownNames, names=[config.host])
     if config.cors_origins:
         app.add_middleware(

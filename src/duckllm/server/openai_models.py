@@ -66,7 +66,7 @@ def router(service: ChatService, model: ServedModel) -> APIRouter:
         """One of them."""
         return model.card(check_model(name, model.names))
 
-    @routes.post("/v1/embeddings")
+    @routes.post("/v1/embeddings", status_code=501, response_description="Not Implemented")
     async def create_embeddings() -> None:
         """Refused: models that write text have no embedding of one."""
         raise ApiError(501, "this server's model writes text and has no embeddings", code="not_implemented")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from duckllm.server.limits import (
     MAX_MESSAGES,
@@ -24,6 +24,22 @@ class Body(BaseModel):
     """Refuses fields that it does not know, and values of another kind."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_integers(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: _whole(each) for name, each in value.items()}
+        return value
+
+
+def _whole(value: Any) -> Any:
+    """Whole numbers are integers, however they are written: 4.0 is 4 in JSON, and in lists of numbers."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list) and any(isinstance(each, float) for each in value):
+        return [_whole(each) if isinstance(each, float) else each for each in value]
+    return value
 
 
 class TextPart(Body):
