@@ -134,6 +134,9 @@ def test_a_stream_that_is_left_disturbs_nobody(client: anthropic.Anthropic) -> N
     assert ask(client, max_tokens=3).usage.output_tokens == 3
 
 
+UNIQUE = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -154,6 +157,16 @@ def test_a_stream_that_is_left_disturbs_nobody(client: anthropic.Anthropic) -> N
             "tools[0].type: got 'web_search_20250305', expected 'custom'",
         ),
         ({"extra_body": {"frob": 1}}, anthropic.BadRequestError, "frob: unknown field"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": UNIQUE}}},
+            anthropic.BadRequestError,
+            "output_config.format.schema: got ",
+        ),
+        (
+            {"tools": [{"name": "f", "input_schema": UNIQUE, "strict": True}]},
+            anthropic.BadRequestError,
+            "tools[0].input_schema: got ",
+        ),
         (
             {"messages": [{"role": "user", "content": "duck " * 5000}]},
             anthropic.BadRequestError,

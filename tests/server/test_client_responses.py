@@ -161,10 +161,22 @@ def test_a_stream_that_is_left_disturbs_nobody(client: openai.OpenAI) -> None:
     assert ask(client, max_output_tokens=3).usage.output_tokens == 3  # type: ignore[union-attr]
 
 
+UNIQUE = {
+    "type": "json_schema",
+    "name": "x",
+    "schema": {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}},
+}
+
+
 @pytest.mark.parametrize(
     ("options", "param", "message"),
     [
         ({"temperature": -1.0}, "temperature", "temperature: got -1.0, expected a number from 0"),
+        (
+            {"max_output_tokens": 2**40},
+            "max_output_tokens",
+            "max_output_tokens: got 1099511627776, expected an",
+        ),
         ({"store": True}, "store", "store: got True, expected False"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "previous_response_id: got 'resp_1'"),
         ({"background": True}, "background", "background: got True, expected False"),
@@ -181,6 +193,9 @@ def test_a_stream_that_is_left_disturbs_nobody(client: openai.OpenAI) -> None:
         ),
         ({"stream_options": {"include_obfuscation": False}}, "stream_options", "stream_options: got"),
         ({"extra_body": {"frob": 1}}, "frob", "frob: unknown field"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "reasoning.effort: got 'high'"),
+        ({"text": {"format": UNIQUE}}, "text.format.schema", "text.format.schema: got "),
+        ({"tools": [{**LOOK_UP, "parameters": UNIQUE["schema"]}]}, "tools[0].parameters", "tools[0].par"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(

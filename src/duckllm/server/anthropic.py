@@ -27,12 +27,8 @@ from duckllm.text.chat import ChatOptions
 
 # What our values call fields of a body, and what it calls them.
 _FIELDS = {
-    "stop": "stop_sequences",
     "enable_thinking": "thinking.type",
-    "reasoning_effort": "output_config.effort",
-    "response_format": "output_config.format",
     ".function.parameters": ".input_schema",
-    ".function.name": ".name",
 }
 
 

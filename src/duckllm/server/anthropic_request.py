@@ -89,8 +89,11 @@ def chat_options(body: CountTokensBody, *, can_think: bool, knows_effort: bool) 
     if isinstance(choice, AnyToolChoice) and not tools:
         raise refuse("tool_choice.type", choice.type, "auto or none where there are no tools")
     config = body.output_config
+    form = None
     if config and config.format:
-        check_sizes("output_config.format.schema", config.format.schema_)
+        label = "output_config.format.schema"
+        check_sizes(label, config.format.schema_)
+        form = StructuredOutputsParams(json=config.format.schema_, label=label)
     return ChatOptions(
         tools=tools,
         tool_choice=(
@@ -102,9 +105,7 @@ def chat_options(body: CountTokensBody, *, can_think: bool, knows_effort: bool) 
         ),
         named_tool=named,
         parallel_tool_calls=not getattr(choice, "disable_parallel_tool_use", False),
-        response_format=(
-            StructuredOutputsParams(json=config.format.schema_) if config and config.format else None
-        ),
+        response_format=form,
         enable_thinking=_thinks(body, can_think),
         reasoning_effort=config.effort if config and knows_effort else None,
     )

@@ -34,7 +34,6 @@ from duckllm.server.streaming import EventStream, named_event, unless_gone
 _FIELDS = {
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
-    "response_format": "text.format",
     ".function": "",
 }
 

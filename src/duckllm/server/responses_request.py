@@ -171,8 +171,9 @@ def _functions(body: ResponsesBody) -> Iterator[tuple[str, str | None, FunctionT
 def _response_format(body: ResponsesBody) -> StructuredOutputsParams | None:
     form = body.text.format
     if isinstance(form, JsonSchemaFormat):
-        check_sizes("text.format.schema", form.schema_)
-        return StructuredOutputsParams(json=form.schema_)
+        label = "text.format.schema"
+        check_sizes(label, form.schema_)
+        return StructuredOutputsParams(json=form.schema_, label=label)
     return StructuredOutputsParams(json_object=True) if isinstance(form, JsonObjectFormat) else None
 
 
