@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +22,15 @@ class ServerProcess:
     process: subprocess.Popen[str]
     url: str
     line: str
-    http: httpx.Client
+    clients: ExitStack
 
-    def openai(self, **options: object) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)  # type: ignore[arg-type]
+    def __post_init__(self) -> None:
+        self.http = self.clients.enter_context(httpx.Client(base_url=self.url, timeout=60))
+
+    def openai(self) -> openai.OpenAI:
+        """Another client, closed at the latest with the server."""
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        return self.clients.enter_context(client)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
@@ -47,8 +52,8 @@ def running_server(
     try:
         assert line.startswith("Serving "), stderr.read_text()
         url = line.split(" at ")[1].split(",")[0]
-        with httpx.Client(base_url=url, timeout=60) as client:
-            yield ServerProcess(process, url, line, client)
+        with ExitStack() as clients:
+            yield ServerProcess(process, url, line, clients)
     finally:
         if process.poll() is None:
             process.terminate()

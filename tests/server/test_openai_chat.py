@@ -321,6 +321,7 @@ def test_a_client_that_leaves_is_noticed(server: ServerProcess) -> None:
 def test_models_are_listed(server: ServerProcess) -> None:
     [model] = server.openai().models.list().data
     assert (model.id, model.object, model.owned_by) == ("demo", "model", "duckllm")
+    assert server.http.head("/health").status_code == 200
     assert server.http.get("/v1//models/").json()["data"][0]["context_length"] == 4096
     assert server.openai().models.retrieve("demo").id == "demo"
     with pytest.raises(openai.NotFoundError):

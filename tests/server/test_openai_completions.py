@@ -65,13 +65,14 @@ def test_logprobs_have_the_old_form(server: ServerProcess) -> None:
 
 
 def test_best_of_chooses_the_likeliest(server: ServerProcess) -> None:
-    options = {"temperature": 1.5, "seed": 5, "logprobs": 0}
+    options = {"temperature": 5, "seed": 5, "logprobs": 0}
     reply = complete(server, n=2, best_of=5, **options)
     assert reply.usage.completion_tokens <= 5 * 6
 
     def rating(choice: Any) -> float:
         return sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
 
+    assert len({rating(choice) for choice in complete(server, n=5, **options).choices}) == 5
     all_five = sorted(complete(server, n=5, **options).choices, key=rating, reverse=True)
     assert [choice.text for choice in reply.choices] == [choice.text for choice in all_five[:2]]
     assert [choice.index for choice in reply.choices] == [0, 1]

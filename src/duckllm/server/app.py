@@ -109,6 +109,7 @@ def make_app(service: ChatService, config: ServerConfig) -> FastAPI:
     app.add_api_route(
         "/health", _health(service), tags=["server"], responses={503: {"description": "Loading"}}
     )
+    app.add_api_route("/health", _health(service), methods=["HEAD"], include_in_schema=False)
     app.add_exception_handler(HTTPException, _answer_error)
     app.add_exception_handler(DuckError, _answer_error)
     app.add_exception_handler(RequestValidationError, _answer_error)
