@@ -30,7 +30,10 @@ def cluster_answer(
 
     return {
         "model": {"id": "demo", "context_length": 2048, "weight_format": "fp9"},
-        "host": {"memory_bytes": {"weights_bytes": 2**31, "kv_cache_bytes": 2**29}, "isa": "avx512"},
+        "host": {
+            "memory_bytes": {"weight_bytes": 2**31, "cache_bytes": 2**29, "something_new_bytes": 3},
+            "isa": "avx512",
+        },
         "workers": [worker(index) for index in range(workers)],
         "layers": list(range(1, 1 + layers)),
         "compute_us": [[100.0 * layer + index for index in range(workers)] for layer in range(1, 1 + layers)],

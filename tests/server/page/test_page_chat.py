@@ -379,8 +379,15 @@ def test_streams_that_fail_keep_what_came(page: Page, canned: PageServer) -> Non
     expect(page.locator(".problem.error").nth(1)).to_have_text(
         "The connection broke off before the reply was whole."
     )
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    page.route("**/health", lambda route: route.abort())
     send(page, "Three")
-    expect(reply(page, 3)).to_have_text("Whole.")
+    expect(page.locator(".problem.error").nth(2)).to_contain_text("The server does not answer.")
+    expect(page.locator("#banner")).to_contain_text("The server does not answer. It is asked again")
+    page.unroute_all()
+    expect(page.locator("#banner")).to_be_hidden()
+    send(page, "Four")
+    expect(reply(page, 4)).to_have_text("Whole.")
 
 
 def test_a_full_store_is_told_and_the_conversation_goes_on(page: Page, canned: PageServer) -> None:

@@ -3,7 +3,7 @@
 import { h, s } from "./dom.js";
 import { percent, seconds, short } from "./format.js";
 
-const SAMPLES = 120;
+const SAMPLES = 60;
 const HEIGHT = 40;
 
 /** A line of the last samples. */
@@ -43,7 +43,7 @@ export class Sparkline {
     this.area.setAttribute("d", area);
     const known = this.samples.filter((sample) => sample !== null);
     const said = known.length ? `now ${short(known.at(-1))}, at most ${short(Math.max(...known))}` : "nothing yet";
-    this.node.setAttribute("aria-label", `${this.label} since the page looks, at most two minutes: ${said}`);
+    this.node.setAttribute("aria-label", `${this.label} of the last minute that the page looked: ${said}`);
   }
 }
 

@@ -15,12 +15,16 @@ const PARTS = {
   attention_s: "attention", dense_s: "dense layers", dispatch_s: "sending to workers", wait_s: "waiting for experts",
   combine_s: "adding up", head_s: "rating all words", sampling_s: "choosing one", draft_s: "guessing",
 };
+const MEMORY = {
+  weight_bytes: "weights", expert_bytes: "experts on this machine", process_bytes: "the processes themselves",
+  cache_bytes: "KV cache", tier_bytes: "what leaves the KV cache",
+};
 const COLUMNS = ["Worker", "State", "Share", "Weights", "Computes with", "Connection", "Round trip", "Compute", "Losses"];
 
 const none = "–";
 const time = (us) => (us === null || us === undefined ? none : seconds(us / 1e6));
 const ofSeconds = (value) => (value === null || value === undefined ? none : seconds(value));
-const words = (name) => PARTS[name] ?? name.replace(/_s$/, "").replaceAll("_", " ");
+const words = (name) => name.replace(/_(s|bytes)$/, "").replaceAll("_", " ");
 
 function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
@@ -61,7 +65,7 @@ export class ClusterView {
     this.content = h("div", { class: "cluster-content", hidden: true },
       this.alert,
       h("div", { class: "overview" },
-        h("section", { class: "card rate", "aria-label": "Tokens per second" }, h("h2", {}, "Tokens per second"), this.now, this.rate.node),
+        h("section", { class: "card rate", "aria-label": "Tokens per second" }, h("h2", {}, "Tokens per second"), this.now, h("div", { class: "plot" }, this.rate.node)),
         h("section", { class: "card", "aria-label": "Requests and times" }, this.tiles)),
       card("A step's time", this.stepTitle, this.parts.node),
       card("Workers", null, this.noWorkers, this.table),
@@ -83,33 +87,31 @@ export class ClusterView {
 
   pause(isPaused) {
     this.isPaused = isPaused;
-    $("pause").setAttribute("aria-pressed", String(isPaused));
+    setText($("pause"), isPaused ? "Resume" : "Pause");
     this.wake();
   }
 
   wake() {
     clearTimeout(this.timer);
-    this.timer = null;
+    this.turn = null; // an answer that is under way comes too late
     if (this.isShown && !this.isPaused && document.visibilityState === "visible") this.poll();
   }
 
   async poll() {
     const turn = (this.turn = {});
-    let wait = EVERY_MS;
+    let data = null;
+    let problem = null;
     try {
-      const data = await getJson("/cluster");
-      if (this.turn !== turn) return;
-      this.failures = 0;
-      this.problem.hidden = true;
-      this.content.hidden = false;
-      this.update(data);
+      data = await getJson("/cluster");
     } catch (error) {
-      if (this.turn !== turn) return;
-      this.failures += 1;
-      wait = Math.min(MAX_WAIT_MS, EVERY_MS * 2 ** this.failures);
-      this.fail(error, wait);
+      problem = error;
     }
-    if (this.isShown && !this.isPaused && document.visibilityState === "visible") this.timer = setTimeout(() => this.poll(), wait);
+    if (this.turn !== turn) return;
+    this.failures = problem ? this.failures + 1 : 0;
+    const wait = Math.min(MAX_WAIT_MS, EVERY_MS * 2 ** this.failures);
+    this.timer = setTimeout(() => this.poll(), wait);
+    if (problem) this.fail(problem, wait);
+    else this.update(data);
   }
 
   fail(error, wait) {
@@ -124,18 +126,20 @@ export class ClusterView {
   }
 
   update(data) {
+    this.problem.hidden = true;
+    this.content.hidden = false;
     this.content.classList.remove("old");
     const { model, host, workers, layers, engine, requests } = data;
     setText($("cluster-model"), `${model.id}, ${model.weight_format}, ${count(workers.length, "worker")}, host ${host.isa}`);
     this.showRate(data);
     this.showTiles(engine, requests, data.uptime_s);
     setText(this.stepTitle, engine.window_steps ? `${seconds(engine.step_s)}, mean of the last ${count(engine.window_steps, "step")}` : "No step yet");
-    this.parts.update(Object.entries(engine.step_parts_s).map(([name, value]) => [words(name), value]));
+    this.parts.update(Object.entries(engine.step_parts_s).map(([name, value]) => [PARTS[name] ?? words(name), value]));
     this.findEvents(workers);
     this.showWorkers(workers);
     this.heatCard.hidden = !workers.length || !layers.length;
     if (!this.heatCard.hidden) this.heat.update(layers, workers, data.compute_us);
-    showList(this.memory, Object.entries(host.memory_bytes).map(([name, value]) => [name.replace(/_bytes$/, "").replaceAll("_", " "), bytes(value)]));
+    showList(this.memory, Object.entries(host.memory_bytes).map(([name, value]) => [MEMORY[name] ?? words(name), bytes(value)]));
     this.last = data;
   }
 

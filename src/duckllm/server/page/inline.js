@@ -17,8 +17,7 @@ const ENTITY = /&(?:#(\d{1,7})|#[xX]([0-9a-fA-F]{1,6})|([a-z]{2,5}));/y;
 export function safeAddress(text) {
   if (text.length > MAX_URL || !/^https?:\/\//i.test(text)) return null;
   try {
-    const url = new URL(text);
-    return url.protocol === "http:" || url.protocol === "https:" ? url.href : null;
+    return new URL(text).href;
   } catch {
     return null;
   }
