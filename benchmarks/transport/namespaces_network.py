@@ -3,7 +3,7 @@
 Every machine has a veth pair to a bridge; both ends send through a token bucket, so that a link carries no
 more than its speed in either direction. Packets are lost by chance when they arrive at a machine, by a BPF
 program that the kernel runs (this needs no netem). Needs root, ``ip`` and ``tc`` (iproute2). Everything is
-named flock-..., and removed in the end; what a killed run left is removed before the next.
+named flock-, the process id and so on, and removed in the end; what a killed run left is removed by the next.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-PREFIX = "flock-"
+PREFIX = f"flock-{os.getpid()}-"
 HOST, SWITCH = f"{PREFIX}host", f"{PREFIX}switch"
 _CLONE_NEWNET, _SO_RCVBUFFORCE = 0x40000000, 33  # linux/sched.h, asm-generic/socket.h
 _NAMESPACES = "/run/netns"
@@ -69,10 +70,11 @@ class Network:
     Args:
         num_workers: Workers.
         mbit_per_s: Speed of each link, in each direction.
+        uplink_only: Whether only what the host sends is slowed down to that.
     """
 
-    def __init__(self, num_workers: int, mbit_per_s: int) -> None:
-        self.mbit_per_s = mbit_per_s
+    def __init__(self, num_workers: int, mbit_per_s: int, *, uplink_only: bool = False) -> None:
+        self.mbit_per_s, self._uplink_only = mbit_per_s, uplink_only
         self.workers = tuple(f"{PREFIX}worker{number}" for number in range(1, num_workers + 1))
         self.machines = (HOST, *self.workers)
         self._loss = 0.0
@@ -82,18 +84,18 @@ class Network:
         return f"10.77.0.{10 + self.machines.index(machine)}"
 
     def __enter__(self) -> Network:
-        remove_all()
+        remove_namespaces()
         try:
             self._build()
         except BaseException:
-            remove_all()
+            remove_namespaces()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        remove_all()
+        remove_namespaces()
 
     def _build(self) -> None:
         run("ip", "netns", "add", SWITCH)
@@ -108,9 +110,10 @@ class Network:
             run("ip", "-n", SWITCH, "link", "set", port, "master", "bridge")
             run("ip", "-n", machine, "address", "add", f"{self.address(machine)}/24", "dev", "eth0")
             run("tc", "-n", machine, "qdisc", "add", "dev", "eth0", "clsact")
+            # Packets as a wire has them, and not the kernel's of 64 KB; a slow link cuts those up by itself.
+            segments = () if self._uplink_only else ("gso_max_segs", "1")
             for namespace, device in ((machine, "eth0"), (SWITCH, port)):
-                # Packets as a wire has them, and not the kernel's of 64 KB.
-                run("ip", "-n", namespace, "link", "set", device, "gso_max_segs", "1", "up")
+                run("ip", "-n", namespace, "link", "set", device, *segments, "up")
         self.set_mtu(1500)
 
     def set_mtu(self, mtu: int) -> None:
@@ -120,7 +123,8 @@ class Network:
         for number, machine in enumerate(self.machines):
             for namespace, device in ((SWITCH, f"port{number}"), (machine, "eth0")):
                 run("ip", "-n", namespace, "link", "set", device, "mtu", str(mtu))
-                run("tc", "-n", namespace, "qdisc", "replace", "dev", device, *shape)
+                if namespace == HOST or not self._uplink_only:
+                    run("tc", "-n", namespace, "qdisc", "replace", "dev", device, *shape)
 
     def set_loss(self, share: float) -> None:
         """Loses such a share of the packets that arrive at any machine."""
@@ -184,8 +188,9 @@ def _lose(share: float) -> str:
     return ",".join([str(len(program)), *(" ".join(map(str, line)) for line in program)])
 
 
-def remove_all() -> None:
-    """Removes every namespace of ours, and with them their links."""
+def remove_namespaces() -> None:
+    """Removes the namespaces of this process, and of ended ones of its kind; links go with them."""
     for name in sorted(os.listdir(_NAMESPACES)) if os.path.isdir(_NAMESPACES) else []:
-        if name.startswith(PREFIX):
+        found = re.fullmatch(r"flock-(\d+)-\w+", name)
+        if found and (int(found[1]) == os.getpid() or not os.path.exists(f"/proc/{found[1]}")):
             run("ip", "netns", "delete", name)

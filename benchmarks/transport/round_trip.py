@@ -153,7 +153,7 @@ def step_inputs(num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def verify(transport: Transport, num_workers: int, num_tokens: int) -> None:
     """One step has the bits of the native experts in this process, added in worker order."""
     x, ids, weights = step_inputs(num_tokens)
-    experts = _native.Experts(**expert_settings(), max_tokens=MAX_STEP_TOKENS, spin_us=0)
+    experts = _native.Experts(**expert_settings(), max_tokens=num_tokens, spin_us=0)
     alone = experts.run(expert_units(), x, ids, weights)
     expected = alone.copy()
     for _ in range(num_workers - 1):
