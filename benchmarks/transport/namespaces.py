@@ -30,6 +30,7 @@ import os
 import random
 import secrets
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -52,6 +53,7 @@ from duckllm.demo import load_questions
 from duckllm.models.registry import open_model
 
 NUM_WORKERS, MBIT_PER_S, LOSS = 4, 2500, 0.001
+STALL_US = 100_000  # no step takes so long but one that waits for TCP to send something again
 REPLY_TOKENS, PROMPT_TOKENS, PROMPTS = 128, 240, 4
 TCP_BYTES, FRAME_BYTES = 20 + 32, 14  # of each packet: IPv4 and TCP with time stamps; Ethernet as tc counts
 SCRATCH_VARIABLE, OLDER_VARIABLE = "NAMESPACES_SCRATCH", "OLDER_KERNEL"
@@ -134,14 +136,15 @@ def workers_of(network: Network, folder: Path, token: str) -> Iterator[list[str]
                     [sys.executable, *words],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
                     env={**os.environ, TOKEN_VARIABLE: token},
                 )
             processes.append(process)
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line:
-                raise SystemExit(f"the worker on {machine} did not start: nothing measured")
+                words = process.communicate()[1].decode(errors="replace").strip().splitlines()
+                raise SystemExit(f"the worker on {machine} did not start: {words[-1:]}: nothing measured")
             addresses.append(json.loads(line)["address"])
         yield addresses
     finally:
@@ -242,12 +245,12 @@ def report(condition: Condition, samples: Samples) -> dict[str, object]:
         count = NUM_WORKERS if name.startswith(str(NUM_WORKERS)) else 1
         bound_us = wire_us(message_bytes(1), condition.mtu, count)
         p50, p99 = statistics.median(values), statistics.quantiles(values, n=100)[98]
-        mean = statistics.fmean(values)
+        mean, stalled = statistics.fmean(values), sum(value > STALL_US for value in values)
         print(
-            f"    {name:9s} p50 {p50:7.0f} us  p99 {p99:8.0f}  mean {mean:7.0f}  longest {max(values):8.0f}"
-            f"  {p50 / bound_us:5.2f} x the wire's {bound_us:.0f} us  {p50 / c_us:5.2f} x C"
+            f"    {name:9s} p50 {p50:7.0f} us  p99 {p99:8.0f}  mean {mean:7.0f}  {stalled} of {len(values)} "
+            f"over 0.1 s  {p50 / bound_us:5.2f} x the wire's {bound_us:.0f} us  {p50 / c_us:5.2f} x C"
         )
-        of = {"p50_us": p50, "p99_us": p99, "mean_us": mean, "longest_us": max(values), "wire_us": bound_us}
+        of = {"p50_us": p50, "p99_us": p99, "mean_us": mean, "wire_us": bound_us, "over_100_ms": stalled}
         figures[name] = {key: round(value) for key, value in of.items()}
     return figures | {"tcp": samples.tcp, "retransmitted": samples.retransmitted}
 
@@ -275,6 +278,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
     check_rights()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # namespaces are removed then too
     scratch = load_older_kernel()
     folder = open_model(None).path
     texts = [each.question for each in load_questions()]

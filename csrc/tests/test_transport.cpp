@@ -133,6 +133,12 @@ void many_steps_in_flight(int workers, uint32_t tokens) {
 
 void calls_from_several_threads() {
   Flock flock(3, 4);
+  std::atomic<bool> over{false};
+  std::thread reader([&flock, &over] {  // of times, while steps are under way
+    while (!over) {
+      for (const LayerTimes& each : flock.transport->step_times()) CHECK(each.num_steps <= 200);
+    }
+  });
   std::vector<std::thread> callers;
   for (uint32_t caller = 0; caller < 4; ++caller) {
     callers.emplace_back([&flock, caller] {
@@ -145,6 +151,13 @@ void calls_from_several_threads() {
     });
   }
   for (std::thread& caller : callers) caller.join();
+  over = true;
+  reader.join();
+  const std::vector<LayerTimes> times = flock.transport->step_times();
+  CHECK(times.size() == 1);
+  CHECK(times[0].layer == 7);
+  CHECK(times[0].num_steps == 200);
+  CHECK(times[0].compute_us.size() == 3);
 }
 
 int lost_worker(Transport& transport, uint64_t ticket, std::vector<float>& sum) {
