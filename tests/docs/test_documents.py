@@ -83,6 +83,14 @@ def help_of(*verb: str) -> str:
     return _HELP[verb]
 
 
+@pytest.mark.parametrize("verb", [(), *((group,) for group in GROUPS)], ids=str)
+def test_a_list_of_commands_says_what_each_does_to_the_end(verb: tuple[str, ...]) -> None:
+    """Typer ends what is too long with three dots."""
+    listed = help_of(*verb).partition("Commands:\n")[2].splitlines()
+    assert len(listed) >= 3
+    assert [line for line in listed if line.endswith("...")] == []
+
+
 def tree_of_readme() -> set[str]:
     """Paths in the README's file tree: two more spaces of indentation are one folder deeper."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -99,7 +107,9 @@ def tree_of_readme() -> set[str]:
             folders.append(name)
         else:
             assert len(line.split()) > 1, f"the tree says nothing about {name}"
-            found.add("".join(folders) + name)
+            path = "".join(folders) + name
+            assert path not in found, f"the tree has {path} twice"
+            found.add(path)
     return found
 
 

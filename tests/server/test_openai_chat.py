@@ -216,8 +216,15 @@ def test_another_model_is_not_found(server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "message"),
     [
-        ("GET", "/v1/nowhere", 404, "no such path"),
-        ("GET", "/v1/chat/completions", 405, "this path does not take that method"),
+        ("GET", "/v1/nowhere", 404, "path: got '/v1/nowhere', expected one of /openapi.json"),
+        (
+            "POST",
+            "/chat/completions",
+            404,
+            "path: got '/chat/completions', expected '/v1/chat/completions' "
+            "(the address of the API ends with /v1)",
+        ),
+        ("GET", "/v1/chat/completions", 405, "method: got GET, expected POST for '/v1/chat/completions'"),
         ("POST", "/v1/embeddings", 501, "this server's model writes text and has no embeddings"),
     ],
 )

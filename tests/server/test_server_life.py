@@ -73,6 +73,8 @@ def test_a_second_signal_leaves_at_once(demo_folder: Path, tmp_path: Path) -> No
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(WAIT_S) == 130
     assert_gone(workers)
+    expected = "stopping; waiting for 600 s at most, or until Ctrl-C again: replies under way: 1\n"
+    assert log.read_text().endswith(expected)
     assert "Traceback" not in log.read_text()
 
 

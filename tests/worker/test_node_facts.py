@@ -112,6 +112,7 @@ def test_memory_is_what_is_free_and_what_the_worker_holds(tmp_path: Path) -> Non
 
 
 def test_messages_come_back_until_the_plan(worker: WorkerProcess, model: Manifest) -> None:
+    log_before = worker.log()
     connection = Connection(worker.address, None, 10.0)
     for num_bytes in (0, 1, 4096, _native.MAX_PING_BYTES):
         assert connection.ping(num_bytes) > 0
@@ -127,6 +128,8 @@ def test_messages_come_back_until_the_plan(worker: WorkerProcess, model: Manifes
     assert error[0] == ErrorCode.PROTOCOL.value
     assert "frame type from the host: got CLOSE, expected PREPARE or PING" in error[1]
     check_serves(worker, model)
+    # Who asked and left without a plan is no matter for the log.
+    assert "closed the connection" not in worker.log().removeprefix(log_before)
 
 
 def test_a_worker_that_is_busy_sends_messages_back_too(worker: WorkerProcess, model: Manifest) -> None:

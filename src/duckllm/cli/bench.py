@@ -46,7 +46,7 @@ def about() -> None:
     """Measure what this machine can do at best, and how near the kernels come."""
 
 
-@bench.command("roofline", epilog=ROOFLINE_EXAMPLES)
+@bench.command("roofline", short_help="Measure ceilings of memory and arithmetic.", epilog=ROOFLINE_EXAMPLES)
 def roofline(
     threads: Annotated[
         str, typer.Option(help="Numbers of threads, like 1,2,4; empty takes 1, 2, 4 ... all cores.")
@@ -110,7 +110,9 @@ def roofline(
             )
 
 
-@bench.command("kernel", epilog=KERNEL_EXAMPLES)
+@bench.command(
+    "kernel", short_help="Measure the expert kernels beside their ceilings.", epilog=KERNEL_EXAMPLES
+)
 def kernel(
     shape: Annotated[
         str,
@@ -194,7 +196,7 @@ def kernel(
             write_plot(plot, title, *roofs(measured), plot_points(measured.lines))
 
 
-@bench.command("ablation", epilog=ABLATION_EXAMPLES)
+@bench.command("ablation", short_help="Measure what was left out of the kernels.", epilog=ABLATION_EXAMPLES)
 def ablation(
     channels: Annotated[str, typer.Option(help="Channels of the slices, multiples of 16.")] = "64,128",
     threads: Annotated[int, typer.Option(help="Threads; 0 takes all cores.")] = 0,

@@ -81,14 +81,18 @@ Examples:
   duckllm worker --listen 0.0.0.0:7411 --model /models/mine --token-file token
 """
 
+# A summary where the first sentence of the docstring is longer than a line of the list.
 app.command("chat", epilog=chat_verb.EXAMPLES)(chat_verb.chat)
-app.command("serve", epilog=serve_verb.EXAMPLES)(serve_verb.serve)
+_SERVE = "Serve a model behind OpenAI's API and others, with a web page."
+app.command("serve", short_help=_SERVE, epilog=serve_verb.EXAMPLES)(serve_verb.serve)
 app.command("convert", epilog=_CONVERT_EXAMPLES)(convert)
-app.command("inspect", epilog=_INSPECT_EXAMPLES)(inspect)
-app.command("plan", epilog=_PLAN_EXAMPLES)(plan)
-app.command("doctor", epilog=doctor_verb.EXAMPLES)(doctor_verb.doctor)
+app.command("inspect", short_help="Say what a model is and weighs.", epilog=_INSPECT_EXAMPLES)(inspect)
+_PLAN = "Say which node would hold what, how fast, and whether it fits."
+app.command("plan", short_help=_PLAN, epilog=_PLAN_EXAMPLES)(plan)
+_DOCTOR = "Check this machine and workers, and say what to change."
+app.command("doctor", short_help=_DOCTOR, epilog=doctor_verb.EXAMPLES)(doctor_verb.doctor)
 app.command("worker", epilog=_WORKER_EXAMPLES)(worker)
-app.add_typer(bench)
+app.add_typer(bench, short_help="Measure what this machine can do, and its kernels.")
 
 
 def main() -> NoReturn:

@@ -50,7 +50,12 @@ class ModelOptions:
         ),
     ] = None
     max_model_len: Annotated[
-        int | None, typer.Option(help="Most tokens of a conversation, prompt and reply together.")
+        int | None,
+        typer.Option(
+            help="Most tokens of a conversation, prompt and reply together; by default the model's most, or "
+            "what memory holds.",
+            show_default=False,
+        ),
     ] = None
     kv_cache_bytes: Annotated[
         str | None,
@@ -67,7 +72,8 @@ class ModelOptions:
     kv_disk_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for what was computed, which later runs go on from; a chat's session has its own.",
+            help="Folder where what was computed is kept, so that later runs need not compute it again. A "
+            "chat with --session has its own.",
             show_default=False,
         ),
     ] = None
@@ -138,7 +144,10 @@ class ModelOptions:
     ] = "off"
     token_file: Annotated[
         Path | None,
-        typer.Option(help="File with the secret that the workers at addresses share.", readable=False),
+        typer.Option(
+            help="File with the secret that the workers at addresses share (else $DUCKLLM_CLUSTER_TOKEN).",
+            readable=False,
+        ),
     ] = None
 
     def arguments(self, kv_disk_dir: Path | None = None) -> dict[str, Any]:

@@ -88,7 +88,10 @@ def plan(
     ] = None,
     max_model_len: Annotated[
         int | None,
-        typer.Option(help=f"Tokens of a context; {_DEFAULT_CONTEXT} or the model's most", show_default=False),
+        typer.Option(
+            help=f"Tokens of a context; by default the model's most, {_DEFAULT_CONTEXT} at most.",
+            show_default=False,
+        ),
     ] = None,
     draft: Annotated[
         str,

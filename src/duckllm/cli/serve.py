@@ -110,7 +110,7 @@ def serve(
         on_progress.append(progress.report)
         progress.stage = "finding the model"
         folder = resolve_model(model)
-        progress.stage, progress.share = "loading the model", None
+        progress.stage, progress.share = "starting workers and reading weights", None
         from duckllm import LLM
 
         return LLM(folder, max_model_len=model_options.max_model_len, max_num_seqs=max_num_seqs, **options)

@@ -93,8 +93,10 @@ def worker(
         float, typer.Option(help="From a step request's first byte to its last.")
     ] = 30.0,
     send_timeout_s: Annotated[float, typer.Option(help="For the host to take one reply.")] = 60.0,
-    exit_with_stdin: Annotated[bool, typer.Option(help="Leave when standard input ends.")] = False,
-    json: Annotated[bool, typer.Option(help="Say where it listens as a JSON line.")] = False,
+    exit_with_stdin: Annotated[
+        bool, typer.Option("--exit-with-stdin", help="Leave when standard input ends.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Say where it listens as a JSON line.")] = False,
 ) -> None:
     """Serve a slice of a model's experts to a host, until stopped.
 

@@ -13,6 +13,7 @@ from duckllm.doctor.machine_checks import congestion_finding
 from duckllm.errors import AuthenticationError, ProtocolError, ProtocolVersionError
 from duckllm.moe.fit import SPEED_NOISE, words_on_repeats
 
+ALL_WORKERS = "all workers"
 _GIB = 1 << 30
 _SLOW_ROUND_TRIP_US = 1000.0
 _SLOW_TAIL_US, _TAIL = 5000.0, 10.0
@@ -238,13 +239,13 @@ def check_flock(workers: Sequence[WorkerFacts]) -> list[Finding]:
     repeats = words_on_repeats([info.isa for info in infos])
     if repeats:
         advice = "for one: DUCK_FORCE_ISA=avx2 duckllm worker, on every node"
-        findings.append(Finding("the flock", "instruction sets", WARNING, repeats, advice))
+        findings.append(Finding(ALL_WORKERS, "instruction sets", WARNING, repeats, advice))
     else:
-        findings.append(Finding("the flock", "instruction sets", OK, infos[0].isa))
+        findings.append(Finding(ALL_WORKERS, "instruction sets", OK, infos[0].isa))
     speeds = [info.read_gb_per_s for info in infos if info.read_gb_per_s]
     if len(speeds) == len(infos):
         found = f"{min(speeds):.1f} to {max(speeds):.1f} GB/s, {sum(speeds):.1f} together"
         apart = max(speeds) > SPEED_NOISE * min(speeds)
         found += "; shares auto follow them" if apart else "; shares auto are even"
-        findings.append(Finding("the flock", "speeds", OK, found))
+        findings.append(Finding(ALL_WORKERS, "speeds", OK, found))
     return findings

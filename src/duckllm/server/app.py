@@ -40,7 +40,7 @@ from duckllm.server import (
 )
 from duckllm.server.chat_service import DEFAULT_MAX_WAITING, ChatService
 from duckllm.server.engine_thread import EngineThread, LoadingProgress
-from duckllm.server.errors import as_api_error, describe_place, from_validation
+from duckllm.server.errors import ApiError, as_api_error, describe_place, from_validation, no_such_call
 from duckllm.server.limits import MAX_HEADER_BYTES, BodyLimit, LimitedProtocol
 from duckllm.server.openai_models import ServedModel
 from duckllm.server.security import ApiKeys, KnownNames, check_exposure, check_key
@@ -150,7 +150,12 @@ def _health(service: ChatService) -> Callable[[], Any]:
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
-        return from_validation(error.errors()).response(request.url.path)
+        kind = request.headers.get("content-type", "")
+        return from_validation(error.errors(), kind).response(request.url.path)
+    is_ours = isinstance(error, ApiError)
+    if isinstance(error, HTTPException) and not is_ours and error.status_code in {404, 405}:
+        known = request.app.openapi()["paths"]
+        return no_such_call(request.method, request.url.path, error, known).response(request.url.path)
     return as_api_error(error).response(request.url.path)
 
 
@@ -306,6 +311,9 @@ class _Life:
             os._exit(code)
         self._is_leaving = True
         self._stop_serving()
+        if running := self._engine.num_open:
+            limit = f"for {self._config.shutdown_timeout_s:g} s at most, or until Ctrl-C again"
+            _log.warning("stopping; waiting %s: replies under way: %d", limit, running)
         error = UnavailableError("the server is stopping")
         asyncio.get_running_loop().call_later(self._config.shutdown_timeout_s, self._engine.fail_all, error)
 

@@ -304,7 +304,8 @@ class _Steps:
             outputs = self._pool.step()
         except Exception as error:
             failed = self._pool.drop_failed()
-            _log.error("%d replies failed: %s", len(failed), describe_place(error))
+            what = "1 reply" if len(failed) == 1 else f"{len(failed)} replies"
+            _log.error("%s failed: %s", what, describe_place(error))
             # The other replies to the same prompt are of no use without it.
             streams = {self._stream_of[request] for request in failed}
             requests = [request for request, stream in self._stream_of.items() if stream in streams]

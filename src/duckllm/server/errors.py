@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -122,12 +122,31 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(503, str(error), "server_error", code="unavailable", headers=retry)
     if isinstance(error, DuckError):
         return ApiError(500, str(error), "server_error")
-    if isinstance(error, HTTPException):  # of the framework: no such path, or not by this method
+    if isinstance(error, HTTPException):  # of the framework
         kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-        messages = {404: "no such path", 405: "this path does not take that method"}
-        told = messages.get(error.status_code, str(error.detail))
-        return ApiError(error.status_code, told, kind, headers=error.headers)
+        return ApiError(error.status_code, str(error.detail), kind, headers=error.headers)
     return ApiError(500, "internal error (the server's log says where; please report it)", "server_error")
+
+
+def no_such_call(method: str, path: str, error: HTTPException, known: Collection[str]) -> ApiError:
+    """A path that there is not (404), or not with this method (405).
+
+    Args:
+        method: The request's method.
+        path: The request's path.
+        error: What the framework says of it.
+        known: The paths that there are.
+    """
+    if error.status_code == 405:
+        takes = (error.headers or {}).get("Allow", "another")
+        told = f"method: got {method}, expected {takes} for {show_value(path)}"
+    else:
+        meant = f"/v1{path}"
+        expected = (
+            f"{meant!r} (the address of the API ends with /v1)" if meant in known else "one of /openapi.json"
+        )
+        told = f"path: got {show_value(path)}, expected {expected}"
+    return ApiError(error.status_code, told, headers=error.headers)
 
 
 def describe_place(error: Exception) -> str:
@@ -159,8 +178,8 @@ def fields_named(names: Mapping[str, str]) -> Iterator[None]:
         raise ConfigError(field, error.got, error.expected, error.hint) from error
 
 
-def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """What pydantic found first in a body."""
+def from_validation(errors: Sequence[Mapping[str, Any]], content_type: str) -> ApiError:
+    """What pydantic found first in a body that was sent as ``content_type``."""
     error = errors[0]
     param = path_of([part for part in error["loc"] if part != "body"])
     if error["type"] == "extra_forbidden":
@@ -173,7 +192,10 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         why = error.get("ctx", {}).get("error", "malformed")
         return ApiError(400, f"body: got no valid JSON ({why}), expected a JSON object")
     if not param:
-        return ApiError(400, "body: got no JSON object, expected one, sent as content-type: application/json")
+        kind = content_type.partition(";")[0].strip().lower()
+        if not re.fullmatch(r"application/([^+]+\+)?json", kind):  # else it was not read as JSON
+            return ApiError(400, f"content-type: got {show_value(kind)}, expected 'application/json'")
+        return ApiError(400, "body: got no JSON object, expected one")
     if error["type"] == "union_tag_invalid":
         kind, kinds = (re.sub("[<>]", "", str(error["ctx"][name])) for name in ("tag", "expected_tags"))
         return ApiError(400, f"{param}.type: got {kind!r}, expected one of {kinds}", param=f"{param}.type")

@@ -37,7 +37,7 @@ READY_TIMEOUT_S = 10.0
 
 
 class _OnlyAskedError(Exception):
-    """The connection ended before HELLO: a host asks so whether this worker lives. Nothing to log."""
+    """The connection ended without a plan: so a host asks what this worker is. Nothing to log."""
 
 
 class Sessions:
@@ -121,8 +121,14 @@ class Sessions:
         try:
             authenticate_worker(channel, self._config.token, deadline=deadline)
             theirs = channel.receive_json(FrameType.HELLO, deadline=deadline)
+            return self._answer_hello(channel, theirs, deadline)
         except PeerClosedError as error:
             raise _OnlyAskedError from error
+
+    def _answer_hello(
+        self, channel: ControlChannel, theirs: dict[str, object], deadline: float
+    ) -> tuple[WorkerPlan, str, bool]:
+        """As :meth:`_handshake`, from the host's HELLO on."""
         session = str(theirs.get("session", ""))
         shares_memory = self._memory is not None and theirs.get("shared_memory") is True
         hello = hello_facts(self._config, self.instructions, self.read_gb_per_s)
