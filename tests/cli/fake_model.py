@@ -43,6 +43,8 @@ STATS = EngineMetrics(
     time_to_first_token_p99_s=0.05,
     inter_token_p50_s=0.0024,
     inter_token_p99_s=0.0031,
+    total_step_s=2.25,
+    total_step_parts_s={"attention_s": 0.9, "wait_s": 1.08, "head_s": 0.0},
 )
 
 
