@@ -6,7 +6,8 @@ For the demo model's vocabulary of 8192 tokens, and for one of 129280, as many a
 random words, numbers, signs and Chinese characters. Replies are sampled from random logits under a JSON
 Schema, any JSON object and a regular expression, and with one tool and twenty of them: free text that may
 come to a call, and a call that must be. Each text is verified. Times are medians over all tokens, and the
-worst: what a grammar has not seen yet takes longer. One JSON line at the end.
+worst: what a grammar has not seen yet takes longer. Then what is made to be hard to compile, with the longest
+that another thread waited meanwhile. One JSON line at the end.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import json
 import random
 import re
 import statistics
+import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -25,6 +28,7 @@ import torch
 
 from duckllm.bench.machine import commit
 from duckllm.engine.sampler import Sampler
+from duckllm.errors import ConfigError
 from duckllm.sampling_params import SamplingParams, StructuredOutputsParams
 from duckllm.text import Tokenizer
 from duckllm.text.chat import ChatOptions, Tool
@@ -146,6 +150,46 @@ def measure(
     return medians | {"worst follow": worst, "compile": compile_s * 1e6, "tokens": len(times["follow"])}
 
 
+def hard() -> dict[str, StructuredOutputsParams]:
+    """What takes long to compile, or can be refused at once alone."""
+    order = random.Random(1)
+    words = ["".join(order.choice("abcdefghijklm") for _ in range(12)) for _ in range(200_000)]
+    nested: dict[str, object] = {}
+    for _ in range(60):
+        nested = {"type": "object", "properties": {"a": nested, "b": {"type": "string"}}}
+    wide = {"type": "object", "properties": {f"k{number}": {"type": "string"} for number in range(10_000)}}
+    return {
+        "a{1000}{1000}": StructuredOutputsParams(regex="a{1000}{1000}"),
+        r"(\w{1,100}\s){1,100}": StructuredOutputsParams(regex=r"(\w{1,100}\s){1,100}"),
+        "an enum of 10000": StructuredOutputsParams(json={"enum": words[:10_000]}),
+        "an enum of 200000": StructuredOutputsParams(json={"enum": words}),
+        "60 objects in each other": StructuredOutputsParams(json=nested),
+        "10000 properties": StructuredOutputsParams(json=wide),
+        "a multiple of 99991": StructuredOutputsParams(json={"type": "integer", "multipleOf": 99991}),
+    }
+
+
+def compile_beside(table: GrammarTable, outputs: StructuredOutputsParams) -> tuple[float, float, bool]:
+    """Seconds to compile it, the longest that another thread waited, and whether it was refused."""
+    beats, is_over = [time.perf_counter()], threading.Event()
+
+    def beat() -> None:
+        while not is_over.wait(0.0005):
+            beats.append(time.perf_counter())
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    begin, is_refused = time.perf_counter(), False
+    try:
+        table.grammar(outputs, [])
+    except ConfigError:
+        is_refused = True
+    took_s = time.perf_counter() - begin
+    is_over.set()
+    thread.join()
+    return took_s, max((after - before for before, after in pairwise(beats)), default=took_s), is_refused
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -169,6 +213,12 @@ def main() -> None:
                 f" compiled in {found['compile'] / 1000:.0f} ms)"
             )
             line[f"{name}, {size}"] = {part: round(value, 1) for part, value in found.items()}
+    print(f"{LARGE} tokens: compiled in, another thread waited at most:")
+    for name, outputs in hard().items():
+        took_s, waited_s, is_refused = compile_beside(table, outputs)
+        verdict = "refused" if is_refused else "taken"
+        print(f"  {name:24s}  {took_s * 1e3:6.1f} ms  {waited_s * 1e3:6.1f} ms  {verdict}")
+        line[f"compile {name}"] = {"ms": round(took_s * 1e3, 1), "waited_ms": round(waited_s * 1e3, 1)}
     print(json.dumps(line))
 
 

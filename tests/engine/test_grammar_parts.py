@@ -17,6 +17,7 @@ from duckllm.errors import ConfigError
 from duckllm.models.causal_lm import CausalLM
 from duckllm.models.mtp import MTPLayer
 from duckllm.text.grammar import GrammarTable
+from duckllm.text.grammar_trial import GrammarTrial
 from support.drafting import GROUPED, Remembering, make_engine, make_model
 from support.grammars import EOS, TOKENS, new_request, random_logits, run, tiny_table
 
@@ -266,6 +267,9 @@ def wide(width: int, depth: int) -> dict[str, Any]:
         },
         {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}},
         {"grammar": 'start: a{1000}\na: b{1000}\nb: c{1000}\nc: "x"'},
+        # These end the process that tries them out, by time and by depth.
+        {"json": {"type": "string", "allOf": [{"pattern": f"a{number}b"} for number in range(60)]}},
+        {"grammar": "\n".join(f'r{n}: r{n + 1} | "a{n}"' for n in range(3000)) + '\nr3000: "z"\nstart: r0'},
     ],
 )
 def test_what_would_be_too_large_to_follow_is_refused(table: GrammarTable, outputs: dict[str, Any]) -> None:
@@ -290,3 +294,20 @@ def test_a_part_that_cannot_be_kept_to_is_named(table: GrammarTable) -> None:
     with pytest.raises(ConfigError) as raised:
         new_request(table, outputs)
     assert raised.value.field == "structured_outputs.control_token_ids"
+
+
+def test_the_process_that_tries_grammars_out_begins_anew_and_ends() -> None:
+    trial = GrammarTrial()
+    good = "start: /[a-c]/"
+    assert trial.why_not(good) == ""
+    assert "unknown name" in trial.why_not("start: b")
+    process = trial._process
+    assert process is not None
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+    assert trial.why_not(good) == ""
+    process = trial._process
+    assert process is not None
+    del trial
+    assert process.poll() is not None

@@ -42,8 +42,9 @@ def test_a_call_that_must_be_comes_whole_and_in_pieces(server: ServerProcess, ch
     }
     for seed in range(2):
         sampled = {**options, "temperature": 1.0, "seed": seed}
-        reply = server.openai().chat.completions.create(**sampled).choices[0]
-        chunks = list(server.openai().chat.completions.create(stream=True, **sampled))
+        with server.openai() as client:
+            reply = client.chat.completions.create(**sampled).choices[0]
+            chunks = list(client.chat.completions.create(stream=True, **sampled))
         assert chunks[-1].choices[0].finish_reason == reply.finish_reason
         deltas = [chunk.choices[0].delta for chunk in chunks]
         pieces = [call.function for delta in deltas for call in delta.tool_calls or [] if call.function]
@@ -67,9 +68,10 @@ def test_a_call_that_must_be_comes_whole_and_in_pieces(server: ServerProcess, ch
 def test_content_is_of_the_form_beside_tools_too(server: ServerProcess) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
     for tools in ({}, {"tools": TOOLS}):
-        reply = server.openai().chat.completions.create(
-            model="demo", messages=ASK, response_format=form, temperature=0, **tools
-        )
+        with server.openai() as client:
+            reply = client.chat.completions.create(
+                model="demo", messages=ASK, response_format=form, temperature=0, **tools
+            )
         message = reply.choices[0].message
         if tools and message.tool_calls:
             assert reply.choices[0].finish_reason == "tool_calls"
@@ -105,6 +107,6 @@ UNIQUE = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems":
 def test_what_cannot_be_kept_to_is_refused_by_name(
     server: ServerProcess, options: dict[str, Any], param: str
 ) -> None:
-    with pytest.raises(openai.BadRequestError) as raised:
-        server.openai().chat.completions.create(model="demo", messages=ASK, **options)
+    with server.openai() as client, pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(model="demo", messages=ASK, **options)
     assert raised.value.param == param

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from duckllm.errors import ConfigError
 from duckllm.sampling_params import StructuredOutputsParams
+from duckllm.text.grammar_trial import GrammarTrial
 from duckllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ _MAX_COMPILED = 32
 # Tokens of a text of a grammar that are tried before a reply begins.
 _NUM_PROBED = 4
 
+# Of all tables: what is tried out there is compiled in each of them.
+_TRIAL = GrammarTrial()
+
 # Most characters of the library's reasons that a message quotes.
 _QUOTED = 300
 
@@ -61,8 +65,8 @@ class GrammarTable:
             the text; None to take the longest tokens.
 
     Threading:
-        Grammars may be made in several threads while others are followed; compiling, which takes less than a
-        second whatever is to be compiled, keeps no other thread waiting. One grammar is one thread's.
+        Grammars may be made in several threads while others are followed; compiling, which takes some seconds
+        at most whatever is to be compiled, keeps no other thread waiting. One grammar is one thread's.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class GrammarTable:
         self._limits = LLParserLimits(verbose_errors=False)
         wrapper: Any = _Wrapper(self.tokens, self.end, self._write)
         self._inner = LLTokenizer(wrapper, n_vocab=len(self.tokens))
-        self._compiled = lru_cache(_MAX_COMPILED)(self._compile)
+        self._compiled = lru_cache(_MAX_COMPILED)(self._compile_tried)
 
     @classmethod
     def of(
@@ -140,30 +144,38 @@ class GrammarTable:
         try:
             matcher, reason = self._compiled(_source(params))
         except ValueError as error:
-            reason = _short(error)
+            reason = in_short(error)
         if reason:
             for key, part in params.parts.items():
                 self._matcher(part, f"{name}.parts.{key}")
             field = params.label or f"{name}.{params.kind}"
             raise ConfigError(field, getattr(params, params.kind), "one that can be kept to", reason)
+        assert matcher is not None
         return matcher
 
-    def _compile(self, source: str) -> tuple[LLMatcher, str]:
-        """The grammar at its beginning, and why it cannot be used, empty where it can."""
+    def compile(self, source: str) -> tuple[LLMatcher, str]:
+        """A grammar in the library's form at its beginning, and why it cannot be used, empty where it can."""
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._inner, source, log_level=0, limits=self._limits)
         reasons = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
-        return matcher, _short("; ".join(reasons or self._first_steps(matcher.deep_copy())))
+        return matcher, in_short("; ".join(reasons))
 
-    def _first_steps(self, matcher: LLMatcher) -> list[str]:
+    def _compile_tried(self, source: str) -> tuple[LLMatcher | None, str]:
+        """The same of what anybody may have made."""
+        if reason := _why_not(source):
+            return None, reason
+        matcher, reason = self.compile(source)
+        return matcher, reason or self._first_steps(matcher.deep_copy())
+
+    def _first_steps(self, matcher: LLMatcher) -> str:
         """Why a reply would break soon: what is too large shows where its parts are first looked at."""
         for _ in range(_NUM_PROBED):
             bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
             allowed = np.unpackbits(bits, count=self.end, bitorder="little")
             if matcher.is_error() or not allowed.any() or not matcher.consume_token(int(allowed.argmax())):
                 break
-        return [matcher.get_error()] if matcher.is_error() else []
+        return in_short(matcher.get_error()) if matcher.is_error() else ""
 
     def _write(self, text: str | bytes) -> list[int]:
         """Tokens that make up a text: the tokenizer's own where they do, to the byte, else the longest."""
@@ -245,7 +257,7 @@ class Grammar:
         if token_id in self._end_token_ids:
             self._has_ended = True
         elif not self._matcher.consume_token(token_id):
-            self._error = _short(self._matcher.get_error())
+            self._error = in_short(self._matcher.get_error())
         self._has_begun, self._allowed = True, None
 
     def _compute(self) -> npt.NDArray[np.bool_]:
@@ -254,7 +266,7 @@ class Grammar:
         flags = np.unpackbits(bits, count=table.end + 2, bitorder="little").view(np.bool_)
         # The library's way to say that it broke is to allow the end.
         if self._error is None and self._matcher.is_error():
-            self._error = _short(self._matcher.get_error())
+            self._error = in_short(self._matcher.get_error())
         if self._error is not None:
             flags[:] = False
         allowed, may_end = flags[: table.end], bool(flags[table.end])
@@ -288,14 +300,12 @@ def why_not(params: StructuredOutputsParams) -> str:
     try:
         return _why_not(_source(params))
     except ValueError as error:
-        return _short(error)
+        return in_short(error)
 
 
 @lru_cache(8 * _MAX_COMPILED)
 def _why_not(source: str) -> str:
-    from llguidance import LLMatcher
-
-    return _short(LLMatcher.validate_grammar(source))
+    return _TRIAL.why_not(source)
 
 
 def _source(params: StructuredOutputsParams) -> str:
@@ -331,7 +341,7 @@ def as_regex(text: str) -> str:
     return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
-def _short(reason: object) -> str:
+def in_short(reason: object) -> str:
     """The library's reason on one line, without its pictures of where."""
     text = str(reason).replace("<non-verbose/>", "")
     if found := _REGEX_ERROR.search(text):
