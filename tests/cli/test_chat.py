@@ -106,6 +106,7 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
     arguments = "/m --prompt x --workers a:1,b:2,c:3 --wire-dtype bf16 --max-model-len 99"
     arguments += " --format fp8 --draft stateless --draft-tokens 3 --lanes off"
     arguments += " --spares 1 --no-share-folder --shares 1,3 --cluster static --multicast 239.77.0.1:7400"
+    arguments += " --prepare-timeout-s 900 --worker-timeout-s 120.5"
     sampling = "--temperature 0.5 --top-k 4 --top-p 0.75 --min-p 0.25 --seed 6 --max-tokens 8"
     sampling += " --repetition-penalty 1.25 --stop one --stop two,three"
     done = duckllm("chat", *arguments.split(), *sampling.split(), "--token-file", str(token))
@@ -117,6 +118,8 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
         "share_folder": False,
         "shares": (1.0, 3.0),
         "spares": 1,
+        "prepare_timeout_s": 900.0,
+        "worker_timeout_s": 120.5,
         "cluster": "static",
         "multicast": "239.77.0.1:7400",
         "cluster_token": "secret",
@@ -199,6 +202,8 @@ def test_what_is_not_given_is_the_models_own(duckllm: Any, monkeypatch: pytest.M
         "threads_per_worker": 0,
         "share_folder": True,
         "spares": 0,
+        "prepare_timeout_s": 600.0,
+        "worker_timeout_s": 30.0,
         "shares": "auto",
         "cluster": None,
         "multicast": "off",

@@ -134,6 +134,17 @@ class ModelOptions:
             "of the addresses."
         ),
     ] = 0
+    prepare_timeout_s: Annotated[
+        float,
+        typer.Option(
+            help="How long a worker may take to map and verify its weights; what it is sent meanwhile is "
+            "waited for as long as bytes move."
+        ),
+    ] = 600.0
+    worker_timeout_s: Annotated[
+        float,
+        typer.Option(help="How long a reply waits for a lost worker, or another in its place."),
+    ] = 30.0
     multicast: Annotated[
         str,
         typer.Option(
@@ -173,7 +184,8 @@ class ModelOptions:
 
     def _cluster_arguments(self) -> dict[str, Any]:
         names = ("wire_dtype", "weight_format", "prefill", "threads_per_worker", "share_folder", "spares")
-        options: dict[str, Any] = {name: getattr(self, name) for name in (*names, "cluster", "multicast")}
+        names += ("prepare_timeout_s", "worker_timeout_s", "cluster", "multicast")
+        options: dict[str, Any] = {name: getattr(self, name) for name in names}
         options |= {"shares": parse_shares(self.shares), "cluster_token": read_token(self.token_file)}
         workers = None if self.workers is None else parse_workers(self.workers)
         config = ClusterConfig(addresses=workers if isinstance(workers, tuple) else (), **options)
