@@ -183,8 +183,10 @@ class ModelOptions:
         }
 
     def _cluster_arguments(self) -> dict[str, Any]:
-        names = ("wire_dtype", "weight_format", "prefill", "threads_per_worker", "share_folder", "spares")
-        names += ("prepare_timeout_s", "worker_timeout_s", "cluster", "multicast")
+        names = (
+            *("wire_dtype", "weight_format", "prefill", "threads_per_worker", "share_folder", "spares"),
+            *("prepare_timeout_s", "worker_timeout_s", "cluster", "multicast"),
+        )
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
         options |= {"shares": parse_shares(self.shares), "cluster_token": read_token(self.token_file)}
         workers = None if self.workers is None else parse_workers(self.workers)
