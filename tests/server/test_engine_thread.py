@@ -14,6 +14,7 @@ from duckllm.engine.request import Request
 from duckllm.errors import EngineError, ModelError, UnavailableError, WorkerLostError
 from duckllm.sampling_params import SamplingParams
 from duckllm.server.engine_thread import EngineThread, LoadingProgress, ReplyStream
+from duckllm.server.errors import log_fault
 
 CHAT = "/v1/chat/completions"
 LOST = WorkerLostError("10.0.0.7:7411", "it went away", 3)
@@ -184,6 +185,43 @@ def test_a_stop_ends_what_runs_and_takes_nothing_more() -> None:
 
         done = here.run(run())
         assert (done.status, done.json()["error"]["message"]) == (503, "the server is stopping")
+
+
+def test_all_can_be_ended_in_the_midst_of_a_step(here: InProcess, failing: Any) -> None:
+    """Readers are told at once; the thread, when it has time."""
+    failing.close()
+
+    async def run() -> Call:
+        call = await Call(here.app, CHAT, body()).begin()
+        while not here.service.engine.num_open:
+            await asyncio.sleep(0.001)
+        here.service.engine.fail_all(UnavailableError("the server is stopping"))
+        done = await call.end()
+        assert here.service.engine.num_open == 1
+        return done
+
+    done = here.run(run())
+    assert (done.status, done.json()["error"]["message"]) == (503, "the server is stopping")
+    failing.open()
+    here.settle()
+    assert ask(here, CHAT, body()).status == 200
+
+
+def test_a_fault_is_logged_without_what_a_user_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise ValueError("a user's words")
+
+    for debug in ("", "1"):
+        monkeypatch.setenv("DUCKLLM_DEBUG", debug)
+        caplog.clear()
+        try:
+            fail()
+        except ValueError as error:
+            log_fault("POST /v1/models", error)
+        assert "POST /v1/models: internal error: ValueError at" in caplog.text
+        assert ("a user's words" in caplog.text) == bool(debug)
 
 
 def test_a_thread_that_fails_tells_everybody() -> None:

@@ -40,7 +40,7 @@ from duckllm.server import (
 )
 from duckllm.server.chat_service import DEFAULT_MAX_WAITING, ChatService
 from duckllm.server.engine_thread import EngineThread, LoadingProgress
-from duckllm.server.errors import ApiError, as_api_error, describe_place, from_validation, no_such_call
+from duckllm.server.errors import ApiError, as_api_error, from_validation, log_fault, no_such_call
 from duckllm.server.limits import MAX_HEADER_BYTES, BodyLimit, LimitedProtocol
 from duckllm.server.openai_models import ServedModel
 from duckllm.server.security import ApiKeys, KnownNames, check_exposure, check_key
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 # After the deadline of a stop, for replies that were cut to say so.
 _CUT_S = 3.0
+# For the step under way, pages that are to be saved, and the workers.
+_CLOSE_S = 20.0
 _log = logging.getLogger("duckllm")
 
 
@@ -203,7 +205,7 @@ class _LastResort:
         try:
             await self._app(scope, receive, watched_send)
         except Exception as error:
-            _log.error("%s %s: %s", scope.get("method"), scope["path"][:200], describe_place(error))
+            log_fault(f"{scope.get('method')} {scope['path'][:200]}", error)
             if has_begun:
                 raise ConnectionError from None  # uvicorn closes the connection
             await as_api_error(error).response(scope["path"])(scope, receive, send)
@@ -320,15 +322,16 @@ class _Life:
     async def _close(self) -> None:
         engine = self._engine
         if not engine.loaded.done():
-            _leave_while_loading()
+            _leave_at_once()
         engine.loaded.result()  # or its error
-        if not engine.ended.done():
-            await engine.stop()
+        if not engine.ended.done() and not await engine.stop(_CLOSE_S):
+            _log.warning("a step takes long; leaving in the midst of it")
+            _leave_at_once()
         engine.ended.result()
 
 
-def _leave_while_loading() -> None:
-    """Ends the process: nothing ends a thread that loads a model. Its workers leave with it."""
+def _leave_at_once() -> None:
+    """Ends the process: nothing ends a thread that loads a model or computes. Its workers leave with it."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()

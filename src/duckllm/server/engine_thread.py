@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from duckllm.errors import DuckError, EngineError, UnavailableError, UnreadError
 from duckllm.outputs import StreamOutput
-from duckllm.server.errors import describe_place
+from duckllm.server.errors import log_fault
 from duckllm.server.metrics import ServerMetrics
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 # Outputs of a reply that nobody has read, most: far more than a reader who merely is late leaves behind.
 MAX_UNREAD_OUTPUTS = 4096
-_log = logging.getLogger("duckllm")
 
 
 @dataclass
@@ -168,6 +166,7 @@ class EngineThread:
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._num_open = 0  # replies that were submitted and have not ended
+        self._streams: set[ReplyStream] = set()  # those of them that somebody reads
         self._is_stopping = False
         # A daemon: a process that is told to leave while the model is loaded does not wait for that.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -191,6 +190,7 @@ class EngineThread:
             raise UnavailableError("the server is stopping")
         stream = ReplyStream(requests, self._take_back)
         self._num_open += len(stream.requests)
+        self._streams.add(stream)
         self._commands.put(_Add(stream))
         return stream
 
@@ -198,14 +198,21 @@ class EngineThread:
         self._commands.put(_Abort(stream))
 
     def fail_all(self, error: Exception) -> None:
-        """Ends every reply with an error."""
+        """Ends every reply with an error: for its reader at once, even where a step takes long."""
         self._commands.put(_FailAll(error))
+        for stream in self._streams:
+            stream.fail(error)
+        self._streams.clear()
 
-    async def stop(self) -> None:
-        """Ends what runs, and closes the model and its workers. Not while the model is loading."""
+    async def stop(self, timeout_s: float | None = None) -> bool:
+        """Ends what runs, and closes the model and its workers; whether that was done in time.
+
+        Not while the model is loading.
+        """
         self._is_stopping = True
         self._commands.put(_Stop())
-        await asyncio.wait([self.ended])
+        await asyncio.wait([self.ended], timeout=timeout_s)
+        return self.ended.done()
 
     def _run(self) -> None:
         try:
@@ -242,10 +249,12 @@ class EngineThread:
             self._num_open -= num_ended
             if isinstance(what, Exception):
                 stream.fail(what)
-                continue
-            for output in what:
-                self.metrics.count_output(output)
-            stream.push(what)
+            else:
+                for output in what:
+                    self.metrics.count_output(output)
+                stream.push(what)
+            if stream.is_over:
+                self._streams.discard(stream)
 
 
 class _Steps:
@@ -305,7 +314,7 @@ class _Steps:
         except Exception as error:
             failed = self._pool.drop_failed()
             what = "1 reply" if len(failed) == 1 else f"{len(failed)} replies"
-            _log.error("%s failed: %s", what, describe_place(error))
+            log_fault(f"{what} failed", error)
             # The other replies to the same prompt are of no use without it.
             streams = {self._stream_of[request] for request in failed}
             requests = [request for request, stream in self._stream_of.items() if stream in streams]

@@ -6,6 +6,8 @@ of any other error is shown.
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,6 +31,7 @@ from duckllm.errors import (
 )
 
 RETRY_AFTER_S = 2
+_log = logging.getLogger("duckllm")
 # A client that went away before its reply: nobody sees the status, nginx's logs call it so.
 CLIENT_CLOSED_REQUEST = 499
 ANTHROPIC_PATHS = "/v1/messages"
@@ -149,12 +152,17 @@ def no_such_call(method: str, path: str, error: HTTPException, known: Collection
     return ApiError(error.status_code, told, headers=error.headers)
 
 
-def describe_place(error: Exception) -> str:
-    """An error for the log: ours as it is; of others kind and place, as their text may quote a user."""
-    if isinstance(error, DuckError):
-        return str(error)
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"internal error: {type(error).__name__} at {last.filename}:{last.lineno}"
+def log_fault(what: str, error: Exception) -> None:
+    """Notes what went wrong: ours as it is; of others kind and place, as their text may quote a user.
+
+    With $DUCKLLM_DEBUG=1 all of it, with the traceback.
+    """
+    told = str(error)
+    if not isinstance(error, DuckError):
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        told = f"internal error: {type(error).__name__} at {last.filename}:{last.lineno}"
+    is_debugged = os.environ.get("DUCKLLM_DEBUG") == "1"
+    _log.error("%s: %s", what, told, exc_info=error if is_debugged else None)
 
 
 def refuse(param: str, got: object, expected: str) -> ApiError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -18,7 +17,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from duckllm.errors import DuckError
-from duckllm.server.errors import CLIENT_CLOSED_REQUEST, ApiError, as_api_error, describe_place
+from duckllm.server.errors import CLIENT_CLOSED_REQUEST, ApiError, as_api_error, log_fault
 
 T = TypeVar("T")
 # Silence after which a comment is sent, as something on the way may close a connection without traffic.
@@ -26,7 +25,6 @@ PING_S = 10.0
 DONE = b"data: [DONE]\n\n"
 # In a request's scope: the status that a stream would have if it had not begun before it failed.
 FINAL_STATUS = "duckllm.final_status"
-_log = logging.getLogger("duckllm")
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -109,7 +107,7 @@ class EventStream(Response):
                 yield event
         except Exception as error:
             if not isinstance(error, DuckError | ApiError):
-                _log.error("%s: %s", scope["path"][:200], describe_place(error))
+                log_fault(scope["path"][:200], error)
             told = as_api_error(error)
             # The reply has begun with 200; this is what became of it.
             scope[FINAL_STATUS] = told.status
