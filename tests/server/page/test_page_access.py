@@ -112,6 +112,10 @@ def test_all_of_a_conversation_by_keyboard(page: Page, canned: PageServer) -> No
     page.keyboard.press("Alt+n")
     expect(page.locator(".message")).to_have_count(0)
     assert page.evaluate(focused) == "message"
+    page.go_back()
+    expect(page.locator(".message")).to_have_count(2)
+    page.go_forward()
+    expect(page.locator(".message")).to_have_count(0)
     assert page.evaluate("document.querySelector('a, button, input, [tabindex]').className") == "skip"
     page.locator(".skip").focus()
     expect(page.locator(".skip")).to_be_in_viewport()

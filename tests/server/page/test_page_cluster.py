@@ -104,6 +104,7 @@ def test_the_heat_map_is_read_with_keys_pointer_and_as_a_table(view: Page, canne
     expect(view.locator("#heat-summary")).to_have_text(
         "Median 3.12 ms; slowest 6.13 ms, layer 61 on worker 31."
     )
+    expect(view.locator(".ramp > span")).to_have_text(["≤ 119 µs", "≥ 6.11 ms"])
     value = view.locator(".heat-value")
     canvas.focus()
     expect(value).to_have_text("Layer 1, worker 0 (10.0.0.11:7411): 100 µs; this layer's median 116 µs")

@@ -69,7 +69,7 @@ export class Chat {
     return `draft.${path(this.conversation).length ? this.conversation.id : "new"}`;
   }
 
-  /** The address of the conversation. */
+  /** The address of the conversation, from "#" on. */
   get hash() {
     return path(this.conversation).length ? `#/c/${this.conversation.id}` : "#/";
   }

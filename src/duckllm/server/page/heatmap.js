@@ -61,8 +61,9 @@ export class HeatMap {
     this.data = { layers, workers, times };
     const known = times.flat().filter((time) => time !== null).sort((a, b) => a - b);
     this.range = known.length ? [quantile(known, 0.01), quantile(known, 0.99)] : null;
-    this.low.textContent = known.length ? seconds(this.range[0] / 1e6) : "";
-    this.high.textContent = known.length ? seconds(this.range[1] / 1e6) : "";
+    const [low, high] = this.range ?? [0, 0]; // single values beyond have the colours of the ends
+    this.low.textContent = known.length ? `${known[0] < low ? "≤ " : ""}${seconds(low / 1e6)}` : "";
+    this.high.textContent = known.length ? `${known.at(-1) > high ? "≥ " : ""}${seconds(high / 1e6)}` : "";
     const summary = known.length ? this.summarise(known) : "Nothing was computed yet.";
     if (this.summary.textContent !== summary) this.summary.textContent = summary;
     if (this.place && (this.place.layer >= layers.length || this.place.worker >= workers.length)) this.place = null;

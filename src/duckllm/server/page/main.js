@@ -122,7 +122,8 @@ function setUpKeys() {
 
 function goTo(hash) {
   closeSidebar();
-  location.hash = hash;
+  if (hash !== location.hash) history.pushState(null, "", hash);
+  route(); // now, as what is typed next belongs there; a change of location.hash is told later
   $("message").focus();
 }
 
