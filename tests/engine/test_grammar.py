@@ -382,9 +382,9 @@ def test_a_token_that_is_not_allowed_is_an_error_of_this_reply_alone(table: Gram
     assert grammar.allowed.nonzero()[0].tolist() == [*ids_of("ab"), TOKENS.index(b"ab")]
 
 
-def allowed_bytes(table: GrammarTable, text: str) -> set[bytes]:
+def allowed_bytes(table: GrammarTable, text: str, **schema: Any) -> set[bytes]:
     """What may follow this beginning of a JSON object, token by token."""
-    grammar = table.grammar(StructuredOutputsParams(json_object=True), [EOS])
+    grammar = table.grammar(StructuredOutputsParams(json={"type": "object", **schema}), [EOS])
     for character in text:
         grammar.accept(TOKENS.index(character.encode()))
     return {TOKENS[number] for number in np.flatnonzero(grammar.allowed)}
@@ -395,3 +395,17 @@ def test_white_space_between_parts_has_an_end(table: GrammarTable) -> None:
     assert b" " in allowed_bytes(table, '{"a":')
     assert b" " not in allowed_bytes(table, '{"a": ')
     assert b"1" in allowed_bytes(table, '{"a": ')
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"key_separator": "-"}, {"item_separator": "-"}, {"whitespace_pattern": " *"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_schema_does_not_say_how_json_is_written(table: GrammarTable, options: dict[str, str]) -> None:
+    def follows(text: str) -> set[bytes]:
+        return allowed_bytes(table, text, **{"x-guidance": options})
+
+    assert follows('{"a"') == {b":", b" "}
+    assert follows('{"a":true') == {b",", b" ", b"}"}
+    assert b" " not in follows('{"a": ')

@@ -317,9 +317,16 @@ def _source(params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher, grammar_from
 
     if params.kind in ("json", "json_object"):
-        # A schema may ask for leniency towards what cannot be kept to, which would then not be kept to.
-        defaults: JsonCompileOptions = {"whitespace_pattern": _WHITE_SPACE}
-        return LLMatcher.grammar_from_json_schema(params.schema, defaults, overrides={"lenient": False})
+        # As x-guidance a schema may ask for leniency towards what cannot be kept to, for separators that are
+        # not JSON's and for white space without end: none of that is for it to say.
+        options: JsonCompileOptions = {
+            "whitespace_pattern": _WHITE_SPACE,
+            "whitespace_flexible": True,
+            "item_separator": ",",
+            "key_separator": ":",
+            "lenient": False,
+        }
+        return LLMatcher.grammar_from_json_schema(params.schema, overrides=options)
     if params.kind == "regex":
         return LLMatcher.grammar_from_regex(params.regex or "")
     if params.kind == "choice":
