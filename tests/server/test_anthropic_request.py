@@ -98,6 +98,18 @@ def test_thinking_is_cleared_as_asked(keep: Any, kept: list[str | None]) -> None
             [reply(CALL), {"role": "user", "content": [{**RESULT, "tool_use_id": "toolu_2"}]}],
             "messages[1].content[0].tool_use_id: got 'toolu_2', expected the id of a tool_use block",
         ),
+        (
+            ["a", reply(CALL), {"role": "user", "content": [RESULT, RESULT]}],
+            "messages[2].content[1].tool_use_id: got 'toolu_1', expected the id of a tool_use block",
+        ),
+        (
+            ["a", reply(CALL), "b", {"role": "user", "content": [RESULT]}],
+            "messages[3].content[0].tool_use_id: got 'toolu_1', expected the id of a tool_use block",
+        ),
+        (
+            ["a", reply(CALL), reply(text("b")), {"role": "user", "content": [RESULT]}],
+            "messages[3].content[0].tool_use_id: got 'toolu_1', expected the id of a tool_use block",
+        ),
     ],
 )
 def test_what_cannot_be_a_conversation_is_refused(messages: list[Any], said: str) -> None:

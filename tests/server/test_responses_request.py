@@ -93,6 +93,9 @@ def test_thinking_behind_a_reply_begins_the_next_one() -> None:
     [
         ([said("a")], "input[0]: got an item of a reply as the last one"),
         ([CALL, {**OUTPUT, "call_id": "call_2"}], "input[1].call_id: got 'call_2'"),
+        ([CALL, OUTPUT, OUTPUT], "input[2].call_id: got 'call_1'"),
+        ([CALL, {"role": "user", "content": "a"}, OUTPUT], "input[2].call_id: got 'call_1'"),
+        ([CALL, OUTPUT, {**CALL, "call_id": "call_2"}, OUTPUT], "input[3].call_id: got 'call_1'"),
         (
             [thought(encrypted_content="gAAAA"), message("user", "a")],
             "input[0].encrypted_content: got another server's",

@@ -52,9 +52,9 @@ def chat_messages(body: CountTokensBody) -> list[ChatMessage]:
             is the assistant's: a reply that the client has begun cannot be gone on with.
     """
     messages = [ChatMessage("system", _joined(body.system))] if body.system else []
-    called: set[str] = set()
+    waiting: list[str] = []  # ids of calls that have no result yet
     for number, message in enumerate(body.messages):
-        _check_blocks(number, message, called)
+        _check_blocks(number, message, waiting)
         messages += _assistant(message) if message.role == "assistant" else _others(message)
     if body.messages[-1].role == "assistant":
         raise refuse(
@@ -168,16 +168,24 @@ def _tools(body: CountTokensBody) -> list[ChatTool]:
     return list(tools.values())
 
 
-def _check_blocks(number: int, message: Message, called: set[str]) -> None:
+def _check_blocks(number: int, message: Message, waiting: list[str]) -> None:
+    """Refuses blocks where they may not be; calls come into ``waiting`` until they have a result."""
+    if message.role == "assistant":
+        waiting.clear()
     for place, block in enumerate(message.content):
         where = f"messages[{number}].content[{place}]"
         if not isinstance(block, _ALLOWED[message.role]):
             allowed = " or ".join(_type_name(kind) for kind in _ALLOWED[message.role])
             raise refuse(f"{where}.type", block.type, f"{allowed} in a message of the role {message.role}")
         if isinstance(block, ToolUseBlock):
-            called.add(block.id)
-        elif isinstance(block, ToolResultBlock) and block.tool_use_id not in called:
-            raise refuse(f"{where}.tool_use_id", block.tool_use_id, "the id of a tool_use block before it")
+            waiting.append(block.id)
+        elif isinstance(block, ToolResultBlock):
+            if block.tool_use_id not in waiting:
+                expected = "the id of a tool_use block before it, in the last reply and without a result"
+                raise refuse(f"{where}.tool_use_id", block.tool_use_id, expected)
+            waiting.remove(block.tool_use_id)
+    if any(isinstance(block, TextBlock) for block in message.content) and message.role != "assistant":
+        waiting.clear()  # who speaks goes on without them
 
 
 def _type_name(kind: type[Any]) -> str:

@@ -58,7 +58,7 @@ def chat_messages(body: ResponsesBody) -> list[ChatMessage]:
     """
     messages = [] if body.instructions is None else [ChatMessage("system", body.instructions)]
     reply = _Reply()
-    called: set[str] = set()
+    waiting: list[str] = []  # call_ids that have no output yet
     for number, item in enumerate(body.input):
         of_reply = not isinstance(item, FunctionCallOutput) and not (
             isinstance(item, Message) and item.role != "assistant"
@@ -67,15 +67,18 @@ def chat_messages(body: ResponsesBody) -> list[ChatMessage]:
         if not reply.is_empty and (not of_reply or isinstance(item, Reasoning)):
             messages.append(reply.message())
             reply = _Reply()
+        if reply.is_empty and not isinstance(item, FunctionCallOutput):
+            waiting.clear()  # what follows goes on without them
         if isinstance(item, Reasoning):
             reply.reasoning = _reasoning_text(number, item)
         elif isinstance(item, FunctionCall):
-            called.add(item.call_id)
+            waiting.append(item.call_id)
             reply.calls.append(ToolCall(item.call_id, flat_name(item.namespace, item.name), item.arguments))
         elif isinstance(item, FunctionCallOutput):
-            if item.call_id not in called:
-                expected = "the call_id of a function_call before it"
+            if item.call_id not in waiting:
+                expected = "the call_id of a function_call before it, in the last reply and without an output"
                 raise refuse(f"input[{number}].call_id", item.call_id, expected)
+            waiting.remove(item.call_id)
             text = "".join(part.text for part in item.output)
             messages.append(ChatMessage("tool", text, tool_call_id=item.call_id))
         elif item.role == "assistant":
