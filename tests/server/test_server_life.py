@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,33 @@ def test_a_second_signal_leaves_at_once(demo_folder: Path, tmp_path: Path) -> No
     assert "Traceback" not in log.read_text()
 
 
-def test_while_it_loads_it_says_so_and_can_be_stopped(demo_folder: Path, tmp_path: Path) -> None:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return int(probe.getsockname()[1])
+
+
+def test_nobody_has_to_read_that_it_is_ready(demo_folder: Path, tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{(port := free_port())}/health"
+    command = [sys.executable, "-m", "duckllm", "serve", str(demo_folder), "--port", str(port)]
+    log = tmp_path / "stderr"
+    with log.open("wb") as stderr, open("/dev/full", "wb") as full:
+        process = subprocess.Popen([*command, "--workers", "0"], stdout=full, stderr=stderr, text=True)
+    deadline = time.monotonic() + WAIT_S
+    status = None
+    while status != 200:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+        with suppress(httpx.ConnectError):
+            status = httpx.get(url).status_code
+    process.terminate()
+    assert process.wait(WAIT_S) == 0
+    assert "Traceback" not in log.read_text()
+
+
+def test_while_it_loads_it_says_so_and_can_be_stopped(demo_folder: Path, tmp_path: Path) -> None:
+    port = free_port()
     command = [sys.executable, "-m", "duckllm", "serve", str(demo_folder), "--port", str(port)]
     log = tmp_path / "stderr"
     with log.open("wb") as stderr:

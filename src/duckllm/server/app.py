@@ -302,7 +302,8 @@ class _Life:
         if loaded.exception() is not None:
             self._stop_serving()
         else:
-            self._on_ready(url_of(self._listener), loaded.result())
+            with suppress(OSError):  # nobody reads it any more, or the disk is full: no matter to clients
+                self._on_ready(url_of(self._listener), loaded.result())
 
     def _stop_serving(self) -> None:
         self._server.should_exit = True
