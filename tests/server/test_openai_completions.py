@@ -114,6 +114,7 @@ def test_a_stream_is_its_whole_reply(server: ServerProcess, prompt: Any) -> None
         ({"prompt": [99999]}, "prompt", "prompt: got token 99999, expected 0 to"),
         ({"prompt": 7}, "prompt", "prompt: got 7, expected a valid string"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias: got 'x', expected token ids as keys"),
+        ({"logit_bias": {"7": 1, "07": 2}}, "logit_bias", "logit_bias: got '07', expected token ids as keys"),
         ({"logit_bias": {"99999": 1}}, "logit_bias", "logit_bias: got 99999, expected token ids from 0 to"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens: got 0, expected an integer from 1"),
     ],

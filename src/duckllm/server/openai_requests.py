@@ -64,7 +64,8 @@ def to_sampling(body: SamplingFields, defaults: SamplingParams, **changes: Any) 
 
 
 def _token_id(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 10):
+    # Of "7" and "07", which are two keys of JSON, one would be lost.
+    if not (text.isascii() and text.isdigit() and len(text) <= 10) or text != str(int(text)):
         raise refuse("logit_bias", text, "token ids as keys")
     return int(text)
 
