@@ -142,11 +142,18 @@ class RequestError(DuckError):
 
 
 class PromptTooLongError(RequestError):
-    """More tokens than the context holds."""
+    """More tokens than the context holds.
 
-    def __init__(self, got_tokens: int, limit_tokens: int) -> None:
-        self.got_tokens, self.limit_tokens = got_tokens, limit_tokens
-        super().__init__(f"prompt: got {got_tokens} tokens, expected at most {limit_tokens}")
+    Args:
+        got_tokens: Tokens of the prompt.
+        limit_tokens: Most that there may be.
+        is_least: Whether ``got_tokens`` is not all of them, as counting was given up.
+    """
+
+    def __init__(self, got_tokens: int, limit_tokens: int, *, is_least: bool = False) -> None:
+        self.got_tokens, self.limit_tokens, self.is_least = got_tokens, limit_tokens, is_least
+        least = "at least " if is_least else ""
+        super().__init__(f"prompt: got {least}{got_tokens} tokens, expected at most {limit_tokens}")
 
 
 class ServerError(DuckError):

@@ -7,19 +7,21 @@ model writes, and the engine's thread. Whole and streamed replies come from the 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from duckllm.errors import ConfigError, OverloadedError, UnavailableError
+from duckllm.errors import ConfigError, OverloadedError, PromptTooLongError, UnavailableError
 from duckllm.outputs import Logprob, RequestMetrics, StreamOutput
 from duckllm.sampling_params import SamplingParams
 from duckllm.server.engine_thread import EngineThread, ReplyStream
 from duckllm.text.chat import (
     ChatMessage,
     ChatOptions,
+    ChatPrompt,
     ContentDelta,
     ReasoningDelta,
     ReplyDelta,
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 DEFAULT_MAX_WAITING = 128
+# Texts are counted to the end up to so many contexts, and so many tokens; beyond they are too long anyway.
+_COUNTED_CONTEXTS = 4
+LEAST_COUNTED_TOKENS = 100_000
 
 
 @dataclass(frozen=True)
@@ -156,6 +161,7 @@ class ChatService:
         self._num_beginning = 0  # replies of requests whose prompts are being made
         # One thread: a tokenizer is not made for several, and long prompts are not to take all cores.
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="prompts")
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     @property
     def llm(self) -> LLM:
@@ -189,16 +195,24 @@ class ChatService:
             ConfigError: Nor can its sampling.
             ServerError: The server is loading or stopping, or too many requests wait.
         """
+        options = request.options
 
-        def prepare() -> tuple[list[Request], list[ReplyParser]]:
-            prompt = self.format.prompt(request.messages, request.options)
+        def read() -> ChatPrompt:
+            self.check_length(texts_of(request.messages, options))
+            return self.format.prompt(request.messages, options)
+
+        def make(prompt: ChatPrompt) -> tuple[list[Request], list[ReplyParser]]:
             begins_in_reasoning = prompt.begins_in_reasoning
-            params = self.format.sampling(request.params, request.options, begins_in_reasoning)
+            params = self.format.sampling(request.params, options, begins_in_reasoning)
             requests = self.llm.new_requests(prompt.token_ids, params)
-            return requests, [self.format.parser(request.options, begins_in_reasoning) for _ in requests]
+            return requests, [self.format.parser(options, begins_in_reasoning) for _ in requests]
 
         with self._room_for(request.params.n):
-            requests, parsers = await self.prepare(prepare)
+            if options.tools or options.response_format or request.params.structured_outputs:
+                prompt = await self.prepare(read)
+                requests, parsers = await self._compile(lambda: make(prompt))
+            else:
+                requests, parsers = await self.prepare(lambda: make(read()))
             return ChatStream(self.engine.submit(requests), parsers)
 
     async def complete(
@@ -206,21 +220,50 @@ class ChatService:
     ) -> list[ReplyStream]:
         """What follows each text, or its tokens, under way. Errors as of :meth:`begin`."""
 
-        def prepare() -> list[list[Request]]:
+        def read() -> list[Sequence[int]]:
+            for each in prompts:
+                self.check_length([each] if isinstance(each, str) else [])
             encode = self.tokenizer.encode
-            token_ids = [encode(each) if isinstance(each, str) else each for each in prompts]
+            return [encode(each) if isinstance(each, str) else each for each in prompts]
+
+        def make(token_ids: Sequence[Sequence[int]]) -> list[list[Request]]:
             return [self.llm.new_requests(each, params) for each in token_ids]
 
         with self._room_for(len(prompts) * params.n):
-            return [self.engine.submit(requests) for requests in await self.prepare(prepare)]
+            if params.structured_outputs:
+                token_ids = await self.prepare(read)
+                requests = await self._compile(lambda: make(token_ids))
+            else:
+                requests = await self.prepare(lambda: make(read()))
+            return [self.engine.submit(each) for each in requests]
 
     async def count_tokens(self, messages: Sequence[ChatMessage], options: ChatOptions) -> int:
         """Tokens of a conversation as the model would read it. Errors as of :meth:`begin`."""
-        return len((await self.prepare(lambda: self.format.prompt(messages, options))).token_ids)
+
+        def count() -> int:
+            self.check_length(texts_of(messages, options))
+            return len(self.format.prompt(messages, options).token_ids)
+
+        return await self.prepare(count)
+
+    def check_length(self, texts: Sequence[str]) -> None:
+        """Refuses what is so long that counting it would take everybody's time.
+
+        Raises:
+            PromptTooLongError: It has several times the tokens of a context.
+        """
+        length = self.llm.max_model_len
+        most = max(LEAST_COUNTED_TOKENS, _COUNTED_CONTEXTS * length)
+        if (num_tokens := self.tokenizer.count_beyond(texts, most)) is not None:
+            raise PromptTooLongError(num_tokens, length - 1, is_least=True)
 
     async def prepare(self, work: Callable[[], T]) -> T:
         """The result of work with the tokenizer, done outside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._preparing, work)
+
+    async def _compile(self, work: Callable[[], T]) -> T:
+        """The result of work that may compile a grammar: for seconds, in which prompts go on being made."""
+        return await asyncio.get_running_loop().run_in_executor(self._compiling, work)
 
     @contextmanager
     def _room_for(self, num_replies: int) -> Iterator[None]:
@@ -241,6 +284,14 @@ class ChatService:
             yield
         finally:
             self._num_beginning -= num_replies
+
+
+def texts_of(messages: Sequence[ChatMessage], options: ChatOptions) -> list[str]:
+    """What a client has written of a conversation."""
+    texts = [text for message in messages for text in (message.content, message.reasoning_content or "")]
+    texts += [call.arguments for message in messages for call in message.tool_calls]
+    texts += [text for tool in options.tools for text in (tool.description, json.dumps(tool.parameters))]
+    return texts
 
 
 def _by_index(outputs: Sequence[StreamOutput]) -> list[list[StreamOutput]]:

@@ -102,8 +102,9 @@ def as_api_error(error: BaseException) -> ApiError:
     retry = {"retry-after": str(RETRY_AFTER_S)}
     if isinstance(error, PromptTooLongError):
         kind, limit = "exceed_context_size_error", error.limit_tokens + 1
+        least = "at least " if error.is_least else ""
         message = (
-            f"the request has {error.got_tokens} tokens, expected at most {error.limit_tokens}, "
+            f"the request has {least}{error.got_tokens} tokens, expected at most {error.limit_tokens}, "
             f"as the context holds {limit} and a reply needs one"
         )
         facts = {"n_prompt_tokens": error.got_tokens, "n_ctx": limit}
@@ -199,6 +200,9 @@ def from_validation(errors: Sequence[Mapping[str, Any]], content_type: str) -> A
     if error["type"] == "json_invalid":
         why = error.get("ctx", {}).get("error", "malformed")
         return ApiError(400, f"body: got no valid JSON ({why}), expected a JSON object")
+    if error["type"] == "too_many_fields":
+        got = f"{len(error['input'])} fields"
+        return ApiError(400, f"{param or 'body'}: got {got}, expected {error['msg']}", param=param or None)
     if not param:
         kind = content_type.partition(";")[0].strip().lower()
         if not re.fullmatch(r"application/([^+]+\+)?json", kind):  # else it was not read as JSON

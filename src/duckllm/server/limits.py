@@ -30,6 +30,13 @@ MAX_STOP_CHARACTERS = 4096
 MAX_SCHEMA_DEPTH = 64
 MAX_SCHEMA_BYTES = 256 << 10
 MAX_GRAMMAR_BYTES = 64 << 10
+MAX_NODES = 100_000  # of a body's JSON, names and values together
+MAX_FIELDS = 100  # of one object whose fields are known
+MAX_PROMPT_TOKENS = 1 << 20  # of a prompt that is given as tokens
+# What is sent in chunks of few bytes costs as much for each as for a large one.
+MAX_SMALL_CHUNKS = 16_384
+_SMALL_CHUNK_BYTES = 64
+_TOKENS = ("prompt", "tokens")
 HEADERS_TIMEOUT_S = 20.0
 BODY_TIMEOUT_S = 60.0
 UNREAD_TIMEOUT_S = 30.0
@@ -57,6 +64,37 @@ def check_sizes(field: str, value: object) -> None:
             num_bytes += len(item) if isinstance(item, str) else 8
         if num_bytes > MAX_SCHEMA_BYTES:
             raise refuse(field, f"more than {MAX_SCHEMA_BYTES} bytes", f"at most {MAX_SCHEMA_BYTES} bytes")
+
+
+def check_nodes(body: object) -> None:
+    """Refuses JSON of more names and values than any client sends that works.
+
+    Raises:
+        ApiError: It is that large.
+    """
+    waiting, num_nodes = [body], 0
+    if isinstance(body, dict):
+        waiting = [value for name, value in body.items() if not (name in _TOKENS and _are_tokens(value))]
+        num_nodes = 2 * len(body)
+    while waiting:
+        item = waiting.pop()
+        values = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        num_nodes += 2 * len(values) if isinstance(item, dict) else len(values)
+        if num_nodes > MAX_NODES:
+            message = f"body: got more than {MAX_NODES} names and values, expected at most that"
+            raise ApiError(400, message, code="body_too_complex")
+        waiting += [each for each in values if isinstance(each, dict | list)]
+
+
+def _are_tokens(value: object) -> bool:
+    """Whether it is a prompt as tokens, or several; these may be many, and cost little."""
+    lists = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
+    return len(lists) <= MAX_PROMPTS and all(
+        isinstance(each, list)
+        and len(each) <= MAX_PROMPT_TOKENS
+        and all(type(token) is int for token in each)
+        for each in lists
+    )
 
 
 def check_grammar(field: str, values: Mapping[str, Any]) -> None:
@@ -118,9 +156,16 @@ class BodyLimit:
     async def _read(self, scope: Scope, receive: Receive, body: bytearray) -> bool:
         """Fills ``body``; whether the client is still there."""
         num_bytes, error = 0, None
-        length = dict(scope["headers"]).get(b"content-length", b"0")
+        headers = dict(scope["headers"])
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            # Something before us may go by the other one, and take for a request what is a body here.
+            told = "got content-length and transfer-encoding, expected one of them"
+            raise ApiError(400, told, headers=_CLOSE)
+        length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > MAX_BODY_BYTES:
             error = self._too_large()
+            if b"expect" in headers or int(length) > _DRAINED_BYTES:
+                raise error
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -151,10 +196,16 @@ _CLOSE = {"connection": "close"}
 
 
 class LimitedProtocol(H11Protocol):
-    """HTTP/1.1 whose clients have limited time for headers and for reading what was sent to them."""
+    """HTTP/1.1 whose clients have limited time for headers and for reading what was sent to them.
+
+    Nor may they send a body in very many chunks.
+    """
+
+    conn: _CountedConnection
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.conn = _CountedConnection(h11.SERVER, self.config.h11_max_incomplete_event_size)
         self._headers, self._unread = _Timer(HEADERS_TIMEOUT_S), _Timer(UNREAD_TIMEOUT_S)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -165,11 +216,19 @@ class LimitedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Takes what came; a request whose headers are not whole has until the time for them is over."""
         super().data_received(data)
+        if self.conn.has_too_many_chunks and not self.transport.is_closing():
+            if self.conn.our_state is h11.SEND_RESPONSE:
+                self.send_400_response("The body has too many small chunks.")
+            else:
+                self.transport.abort()
         self._watch_headers()
 
     def _watch_headers(self) -> None:
-        is_idle = self.conn.their_state is h11.IDLE
-        if self.cycle is None or (is_idle and self.conn.trailing_data[0]):
+        state = self.conn.their_state
+        is_next = state is h11.IDLE and self.conn.trailing_data[0]
+        # Of a request that was refused early nobody reads the rest; who goes on sending it is not waited for.
+        is_rest = state is h11.SEND_BODY and self.cycle is not None and self.cycle.response_complete
+        if self.cycle is None or is_next or is_rest:
             self._headers.start(self.transport)
         else:
             self._headers.stop()
@@ -194,6 +253,33 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
         self._headers.stop()
         self._unread.stop()
+
+
+class _CountedConnection(h11.Connection):
+    """Knows whether a body comes in pieces that are too small."""
+
+    def __init__(self, role: type[h11.SERVER], max_incomplete_event_size: int | None) -> None:
+        if max_incomplete_event_size is None:
+            super().__init__(role)
+        else:
+            super().__init__(role, max_incomplete_event_size)
+        self._num_chunks = self._num_bytes = 0
+
+    @property
+    def has_too_many_chunks(self) -> bool:
+        """Whether it is so of the request that is read."""
+        is_small = self._num_bytes < self._num_chunks * _SMALL_CHUNK_BYTES
+        return is_small and self._num_chunks > MAX_SMALL_CHUNKS
+
+    def next_event(self) -> Any:
+        """What has come."""
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._num_chunks += 1
+            self._num_bytes += len(event.data)
+        elif isinstance(event, h11.Request):
+            self._num_chunks = self._num_bytes = 0
+        return event
 
 
 class _Timer:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from duckllm.server.limits import (
+    MAX_FIELDS,
     MAX_MESSAGES,
     MAX_N,
     MAX_PROMPTS,
@@ -29,6 +31,8 @@ class Body(BaseModel):
     @classmethod
     def _with_integers(cls, value: Any) -> Any:
         if isinstance(value, dict):
+            if len(value) > MAX_FIELDS:  # most of them are unknown, and each would be an error of its own
+                raise PydanticCustomError("too_many_fields", "at most {most} fields", {"most": MAX_FIELDS})
             return {name: _whole(each) for name, each in value.items()}
         return value
 

@@ -14,6 +14,8 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 
+from duckllm.server.limits import check_nodes
+
 
 def new_router(tag: str) -> APIRouter:
     """An empty router; ``tag`` groups its paths in the description of the server."""
@@ -34,6 +36,8 @@ class _JsonRequest(Request):
     async def json(self) -> Any:
         """The body's value. Python's own parser takes NaN and half characters, and recurses without end."""
         try:
-            return from_json(await self.body(), allow_inf_nan=False)
+            body = from_json(await self.body(), allow_inf_nan=False)
         except ValueError as error:
             raise json.JSONDecodeError(str(error), "", 0) from error
+        check_nodes(body)
+        return body

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 
 from duckllm.errors import InWords
-from duckllm.server.chat_service import ChatService
+from duckllm.server.chat_service import ChatService, texts_of
 from duckllm.server.errors import refuse
 from duckllm.server.limits import MAX_MESSAGES, MAX_TOOLS
 from duckllm.server.openai_models import ServedModel
@@ -22,7 +22,6 @@ from duckllm.server.openai_requests import check_model, to_messages, to_options
 from duckllm.server.openai_types import Body, ChatCompletionBody, FunctionTool, Message
 from duckllm.server.routing import new_router
 from duckllm.server.streaming import unless_gone
-from duckllm.text import Tokenizer
 
 
 class TokenizeBody(Body):
@@ -85,12 +84,17 @@ def router(service: ChatService, model: ServedModel) -> APIRouter:
 def _work(body: TokenizeBody, service: ChatService) -> Callable[[], Sequence[int]]:
     """What makes the tokens; everything about the body is checked before."""
     if body.messages is None:
-        return lambda: _encode(body, service.tokenizer)
+        return lambda: _encode(body, service)
     chat = ChatCompletionBody(
         messages=body.messages, tools=body.tools, chat_template_kwargs=body.chat_template_kwargs
     )
     messages, options = to_messages(chat.messages), to_options(chat)
-    return lambda: service.format.prompt(messages, options).token_ids
+
+    def make() -> Sequence[int]:
+        service.check_length(texts_of(messages, options))
+        return service.format.prompt(messages, options).token_ids
+
+    return make
 
 
 def _reply(body: TokenizeBody, token_ids: Sequence[int], service: ChatService) -> dict[str, Any]:
@@ -121,12 +125,14 @@ def _check_fields(body: TokenizeBody) -> None:
             raise refuse(name, getattr(body, name), f"none without {owner}")
 
 
-def _encode(body: TokenizeBody, tokenizer: Tokenizer) -> list[int]:
+def _encode(body: TokenizeBody, service: ChatService) -> list[int]:
     """Tokens of ``prompt`` or ``content``, with BOS where it is asked for or spelled in the text."""
     if body.prompt is not None:
         text, with_bos = body.prompt, body.add_special_tokens is not False
     else:
         text, with_bos = body.content or "", body.add_special is True
+    service.check_length([text])
+    tokenizer = service.tokenizer
     token_ids = tokenizer.encode(text)
     bos = tokenizer.bos_token_id
     if with_bos or bos is None or token_ids[:1] != [bos]:

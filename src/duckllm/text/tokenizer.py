@@ -20,6 +20,10 @@ from duckllm.text.formats.deepseek_v32 import DeepseekV32Template
 from duckllm.text.loading import load_tokenizer, read_json_object
 from duckllm.text.messages import check_messages
 
+# Texts are counted in pieces of so many characters, and a cut makes at most so many tokens more.
+_COUNTED_CHARACTERS = 1 << 14
+_CUT_TOKENS = 32
+
 
 class Tokenizer:
     """Text to token ids and back, as the model's own files say.
@@ -90,6 +94,23 @@ class Tokenizer:
         ids = self._encode(text, "prompt")
         begins_with_bos = self._adds_bos or self._template_begins_with_bos or ids[:1] == [self.bos_token_id]
         return self._with_one_bos(ids) if begins_with_bos else ids
+
+    def count_beyond(self, texts: Sequence[str], most: int) -> int | None:
+        """A number of tokens above ``most`` that the texts have at least; None where they may have fewer.
+
+        For texts of any length at a cost that ``most`` bounds: they are counted in pieces until it is enough.
+
+        Raises:
+            RequestError: A text is not valid Unicode.
+        """
+        num_tokens = 0
+        for text in texts if sum(map(len, texts)) > most else ():
+            for start in range(0, len(text), _COUNTED_CHARACTERS):
+                piece = self._encode(text[start : start + _COUNTED_CHARACTERS], "prompt")
+                num_tokens += max(0, len(piece) - _CUT_TOKENS)
+                if num_tokens > most:
+                    return num_tokens
+        return None
 
     def control_parts(self, text: str) -> list[int | str]:
         """``text`` as the ids of the control tokens that it spells, and the texts between them, if any.
