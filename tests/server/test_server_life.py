@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -120,6 +121,7 @@ def test_while_it_loads_it_says_so_and_can_be_stopped(demo_folder: Path, tmp_pat
             assert time.monotonic() < deadline
             time.sleep(0.01)
     models = httpx.get(f"http://127.0.0.1:{port}/v1/models")
+    metrics = httpx.get(f"http://127.0.0.1:{port}/metrics").text
     workers = children(process)
     process.terminate()
     assert process.wait(WAIT_S) == 0
@@ -131,7 +133,10 @@ def test_while_it_loads_it_says_so_and_can_be_stopped(demo_folder: Path, tmp_pat
     assert models.status_code == 503
     assert models.json()["error"]["message"].startswith("the model is loading: ")
     assert_gone(workers)
-    assert log.read_text() == ""
+    assert 'duckllm_requests_total{endpoint="/health",outcome="refused"} 1.0' in metrics
+    assert log.read_text() == (
+        f"duckllm: loading {demo_folder.name}; http://127.0.0.1:{port}/health says how far it is\n"
+    )
 
 
 def run(*arguments: str, variables: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -143,8 +148,11 @@ def run(*arguments: str, variables: dict[str, str] | None = None) -> subprocess.
 def test_a_model_that_cannot_be_loaded_ends_it_with_one_line() -> None:
     done = run("/nowhere/model", "--port", "0")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("duckllm: /nowhere/model")
-    assert done.stderr.count("\n") == 1
+    loading, failure = done.stderr.splitlines()
+    assert re.fullmatch(
+        r"duckllm: loading /nowhere/model; http://127\.0\.0\.1:\d+/health says how far it is", loading
+    )
+    assert failure.startswith("duckllm: /nowhere/model")
 
 
 def test_a_taken_port_is_an_error_at_once() -> None:
@@ -152,7 +160,7 @@ def test_a_taken_port_is_an_error_at_once() -> None:
         port = taken.getsockname()[1]
         done = run("/nowhere/model", "--port", str(port))
     assert done.returncode == 2
-    expected = "expected one that is free here (address already in use)"
+    expected = "expected one that is free here, such as by --port 0 (address already in use)"
     assert done.stderr == f"duckllm: port: got {port}, {expected}\n"
 
 

@@ -115,6 +115,9 @@ def serve(
 
         return LLM(folder, max_model_len=model_options.max_model_len, max_num_seqs=max_num_seqs, **options)
 
+    def on_listening(url: str) -> None:
+        tell(f"loading {config.model_names[0]}; {url}/health says how far it is")
+
     def on_ready(url: str, llm: LLM) -> None:
         tell(str(llm.memory()))
         info = llm.cluster_info()
@@ -122,7 +125,7 @@ def serve(
             tell(words)
         print(f"Serving {config.model_names[0]} at {url}, {describe_workers(info)}", flush=True)
 
-    run(config, load, on_ready)
+    run(config, load, on_listening, on_ready)
 
 
 def _name(model: str | None) -> str:

@@ -231,9 +231,10 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         field = "host" if error.errno == 99 else "port"
         reason = (error.strerror or "").lower()
-        raise ConfigError(
-            field, host if field == "host" else port, "one that is free here", reason
-        ) from error
+        if field == "host":
+            raise ConfigError(field, host, "an address of this machine", reason) from error
+        expected = "one that is free here, such as by --port 0"
+        raise ConfigError(field, port, expected, reason) from error
     return listener
 
 
@@ -246,6 +247,7 @@ def url_of(listener: socket.socket) -> str:
 def serve(
     config: ServerConfig,
     load: Callable[[LoadingProgress], LLM],
+    on_listening: Callable[[str], None],
     on_ready: Callable[[str, LLM], None],
 ) -> None:
     """Serves until SIGTERM or SIGINT, and then until replies have come to their end or the deadline.
@@ -253,6 +255,7 @@ def serve(
     Args:
         config: How.
         load: Makes the model, in the engine's thread.
+        on_listening: Called with the address before that begins.
         on_ready: Called with the address once the model is there.
 
     Raises:
@@ -260,6 +263,7 @@ def serve(
         DuckError: The model cannot be loaded.
     """
     with bind(config.host, config.port) as listener:
+        on_listening(url_of(listener))
         asyncio.run(_Life(config, listener, on_ready).run(load))
 
 

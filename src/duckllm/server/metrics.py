@@ -157,16 +157,17 @@ class CountedRequests:
         finally:
             route = scope.get("route")
             endpoint = _NO_ENDPOINT if route is None else route.path
-            outcome = _outcome(scope.get(FINAL_STATUS, status), is_whole)
+            outcome = _outcome(endpoint, scope.get(FINAL_STATUS, status), is_whole)
             self._metrics.count_request(endpoint, outcome, time.perf_counter() - start_s)
 
 
-def _outcome(status: int, is_whole: bool) -> str:
+def _outcome(endpoint: str, status: int, is_whole: bool) -> str:
     if status == CLIENT_CLOSED_REQUEST or (status < 400 and not is_whole):
         return "abort"
     if status < 400:
         return "ok"
-    return "refused" if status < 500 else "failed"
+    # That the model is loading is what /health is asked for, and no failure.
+    return "refused" if status < 500 or endpoint == "/health" else "failed"
 
 
 def router(service: ChatService, model: ServedModel) -> APIRouter:
