@@ -195,6 +195,7 @@ def test_all_can_be_ended_in_the_midst_of_a_step(here: InProcess, failing: Any) 
         call = await Call(here.app, CHAT, body()).begin()
         while not here.service.engine.num_open:
             await asyncio.sleep(0.001)
+        await asyncio.to_thread(failing.allow)  # from here on it is in a step
         here.service.engine.fail_all(UnavailableError("the server is stopping"))
         done = await call.end()
         assert here.service.engine.num_open == 1
