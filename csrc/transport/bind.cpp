@@ -170,6 +170,9 @@ void bind_transport(nb::module_& m) {
           nb::arg("worker"), nb::arg("reason"), nb::call_guard<nb::gil_scoped_release>(),
           "Closes the connection of a worker that is known to be lost.")
       .def(
+          "look", [](PyTransport& self) { self.native().look(); }, nb::call_guard<nb::gil_scoped_release>(),
+          "Takes what has come while no step is waited for; who has closed its connection is lost.")
+      .def(
           "lost", [](PyTransport& self) { return self.native().lost(); },
           nb::call_guard<nb::gil_scoped_release>(), "The workers that are lost, ascending.")
       .def(

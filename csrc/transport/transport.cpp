@@ -365,6 +365,16 @@ void Transport::drop(size_t worker, const std::string& reason) {
   if (worker < links_.size()) lose(worker, reason);
 }
 
+void Transport::look() {
+  const std::lock_guard lock(mutex_);
+  for (size_t worker = 0; worker < links_.size(); ++worker) {
+    Link& link = *links_[worker];
+    if (link.fd < 0) continue;
+    link.stream.wait(wire::Direction::kRead, wire::Clock::now());  // which sees an end beside shared memory
+    receive_from(worker, nullptr);
+  }
+}
+
 std::vector<size_t> Transport::lost() const {
   const std::lock_guard lock(mutex_);
   std::vector<size_t> lost;

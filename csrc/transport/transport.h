@@ -102,6 +102,9 @@ class Transport {
   // Closes the connection of a worker that is known to be lost. Does nothing if it is lost already.
   void drop(size_t worker, const std::string& reason);
 
+  // Takes what has come without any step being waited for: a worker that has closed its connection is lost.
+  void look();
+
   // The workers that are lost, ascending.
   std::vector<size_t> lost() const;
 

@@ -795,6 +795,11 @@ class Transport:
     def drop(self, worker: int, reason: str) -> None:
         """Closes the connection of a worker that is known to be lost."""
 
+    def look(self) -> None:
+        """
+        Takes what has come while no step is waited for; who has closed its connection is lost.
+        """
+
     def lost(self) -> list[int]:
         """The workers that are lost, ascending."""
 

@@ -86,10 +86,12 @@ class ExpertsView:
     Args:
         info: Who computes them.
         times: Where the time of their steps goes.
+        attend: Brings workers back that have gone, between two steps and in their thread.
     """
 
     info: Callable[[], ClusterInfo]
     times: Callable[[], WorkerTimes] = WorkerTimes
+    attend: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -413,7 +415,9 @@ def _experts_on_workers(
         )
     )
     flock = Flock(transport, cluster, config.worker_silence_s, config.worker_timeout_s)
-    return RemoteExperts(flock), ExpertsView(lambda: _describe_workers(cluster, flock), flock.times)
+    return RemoteExperts(flock), ExpertsView(
+        lambda: _describe_workers(cluster, flock), flock.times, flock.attend
+    )
 
 
 def _describe_workers(cluster: Cluster, flock: Flock) -> ClusterInfo:

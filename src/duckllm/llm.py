@@ -207,6 +207,13 @@ class LLM:
         """
         return self._experts.times()
 
+    def attend_workers(self) -> None:
+        """Notices workers that have gone while nothing was computed, and brings back who is soon there.
+
+        Threading: the thread of the steps, between two of them.
+        """
+        self._experts.attend()
+
     def memory(self) -> HostMemory:
         """What this machine's memory goes to, as it was decided before anything was loaded."""
         return self._memory

@@ -103,3 +103,16 @@ def test_a_worker_is_lost_and_comes_back(tmp_path: Path, demo_folder: Path) -> N
         asking.join()
         assert replies[0].json()["usage"]["completion_tokens"] == 400
         assert server.stop() == 0
+
+
+def test_a_worker_that_dies_while_nothing_is_computed_comes_back_too(tmp_path: Path) -> None:
+    with running_server(tmp_path / "stderr", "--workers", "2") as server:
+        [victim, _] = psutil.Process(server.process.pid).children()
+        os.kill(victim.pid, signal.SIGKILL)
+        wait_for(server, lambda now: sum(worker["num_losses"] for worker in now["workers"]) == 1)
+        back = wait_for(server, lambda now: not any(worker["is_lost"] for worker in now["workers"]))
+        assert back["engine"]["num_steps"] == 0
+        assert len(psutil.Process(server.process.pid).children()) == 2
+        assert server.http.post("/v1/chat/completions", json=BODY).status_code == 200
+        assert sum(worker["num_losses"] for worker in cluster(server)["workers"]) == 1
+        assert server.stop() == 0

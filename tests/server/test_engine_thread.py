@@ -242,6 +242,9 @@ def test_a_thread_that_fails_tells_everybody() -> None:
             def __len__(self) -> int:
                 return 0
 
+            def attend_workers(self) -> None:
+                pass
+
             def add(self, _: object) -> None:
                 raise KeyError("broken")
 

@@ -223,3 +223,30 @@ def test_ctrl_c_while_a_step_is_waited_for(undisturbed: list[bytes]) -> None:
         cluster.start(1, ends[1].dup())
         assert run_two_lanes(flock) == undisturbed
         assert cluster.replaced == []
+
+
+def test_who_goes_while_nothing_is_computed_is_noticed_and_brought_back(undisturbed: list[bytes]) -> None:
+    with flock_of_three(worker1=(2, MOMENTS[3])) as (flock, cluster, _, _):
+        run_two_lanes(flock, 1)
+        flock.attend()
+        assert cluster.replaced == []
+        ids = np.zeros((1, TOP_K), np.int32)
+        flock.wait(flock.submit(0, np.zeros((1, HIDDEN_SIZE), np.float32), ids, ids.astype(np.float32)))
+        cluster.threads[1].join(20)  # behind that answer it leaves
+        cluster.problem = WorkerUnavailableError("worker 127.0.0.1:2 is not available: gone fishing")
+        for _ in range(3):
+            flock.attend()
+            times = flock.times()
+            assert (times.is_lost, times.num_losses) == ((False, True, False), (0, 1, 0))
+        assert len(cluster.were_silent) == 1  # it is not tried at every look
+        cluster.problem = None
+        flock._idle_until = 0.0
+        flock.attend()
+        times = flock.times()
+        assert (times.is_lost, times.num_losses, times.num_replacements) == (
+            (False,) * 3,
+            (0, 1, 0),
+            (0, 1, 0),
+        )
+        assert cluster.replaced == [1]
+        assert run_two_lanes(flock) == undisturbed

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # Outputs of a reply that nobody has read, most: far more than a reader who merely is late leaves behind.
 MAX_UNREAD_OUTPUTS = 4096
+# How often workers are looked after while there is nothing to compute.
+ATTEND_EVERY_S = 1.0
 
 
 @dataclass
@@ -223,7 +225,7 @@ class EngineThread:
         self._tell(self._finish_loading, llm)
         try:
             with llm:
-                _Steps(llm.new_pool(), self._commands, self._hand_over).run()
+                _Steps(llm.new_pool(), self._commands, self._hand_over, llm.attend_workers).run()
         except BaseException as error:
             self._tell(self.ended.set_exception, error)
         else:
@@ -265,6 +267,7 @@ class _Steps:
         commands: What the event loop wants.
         hand_over: Gives it, for each stream, outputs or the error that ended it, and how many of its replies
             have ended.
+        attend: Looks after the workers while there is nothing to compute.
     """
 
     def __init__(
@@ -272,8 +275,9 @@ class _Steps:
         pool: RequestPool,
         commands: SimpleQueue[_Command],
         hand_over: Callable[[Sequence[tuple[ReplyStream, list[StreamOutput] | Exception, int]]], None],
+        attend: Callable[[], None],
     ) -> None:
-        self._pool, self._commands, self._hand_over = pool, commands, hand_over
+        self._pool, self._commands, self._hand_over, self._attend = pool, commands, hand_over, attend
         self._stream_of: dict[Request, ReplyStream] = {}
 
     def run(self) -> None:
@@ -289,9 +293,12 @@ class _Steps:
         while True:
             try:
                 # A step may take long, and nothing of it can be spared: all that was wanted comes before it.
-                command = self._commands.get(block=not self._pool)
+                command = self._commands.get(block=not self._pool, timeout=ATTEND_EVERY_S)
             except Empty:
-                self._step()
+                if self._pool:
+                    self._step()
+                else:
+                    self._attend()
                 continue
             if isinstance(command, _Stop):
                 self._end(list(self._stream_of), UnavailableError("the server is stopping"))

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from duckllm.cluster.base import Cluster
 
 _FIRST_PAUSE_S = 0.1  # before a worker that was lost again in one step is replaced again
+# While nothing is computed: how long it may take to bring a worker back, and the longest time until it is
+# tried again. A request that comes meanwhile waits for it.
+_IDLE_RETURN_S = 5.0
+_LONGEST_IDLE_PAUSE_S = 60.0
 _log = logging.getLogger("duckllm")
 
 
@@ -44,6 +48,7 @@ class Flock:
         num_workers = len(transport.addresses)
         self._num_losses, self._num_replacements = [0] * num_workers, [0] * num_workers
         self._is_lost = [False] * num_workers
+        self._idle_pause_s = self._idle_until = 0.0
         # Asked for once and at each replacement: the transport answers only between two steps.
         self.links = transport.describe()
 
@@ -82,6 +87,32 @@ class Flock:
         except BaseException:
             self._transport.give_up()
             raise
+
+    def attend(self) -> None:
+        """Notices who has gone while nothing was computed, and brings it back where that does not take long.
+
+        Between two steps, in their thread. Who does not come back is tried again after a while, and by the
+        next step.
+        """
+        lost = self._transport.look()
+        for worker in lost:
+            if not self._is_lost[worker]:
+                _log.warning("worker %s has gone while nothing was computed", self._transport.address(worker))
+                self._num_losses[worker] += 1
+                self._is_lost[worker] = True
+        if not lost:
+            self._idle_pause_s = 0.0
+            return
+        if time.monotonic() < self._idle_until:
+            return
+        try:
+            for worker in lost:
+                error = WorkerLostError(self._transport.address(worker), "it has gone", None)
+                self._bring_back(worker, error, time.monotonic() + min(self._timeout_s, _IDLE_RETURN_S))
+        except WorkerLostError as error:
+            self._idle_pause_s = min(2 * self._idle_pause_s + 1, _LONGEST_IDLE_PAUSE_S)
+            self._idle_until = time.monotonic() + self._idle_pause_s
+            _log.warning("%s; it is tried again", error)
 
     def times(self) -> WorkerTimes:
         """Where the time of steps goes, and how often workers were lost.

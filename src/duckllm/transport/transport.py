@@ -181,6 +181,11 @@ class Transport:
         """The workers that are lost, in worker order."""
         return tuple(self._native.lost())
 
+    def look(self) -> tuple[int, ...]:
+        """The workers that are lost, those included that have closed their connection since the last step."""
+        self._native.look()
+        return self.lost()
+
     def replace(self, worker: int, connection: Connection) -> None:
         """Gives a worker's place to another connection, prepared with the same slice.
 
