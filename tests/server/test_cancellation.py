@@ -142,3 +142,43 @@ def ask_alone(here: InProcess, gate: Any) -> Any:
     answer = ask(here, CHAT, body()).json()
     gate.close()
     return answer
+
+
+TEXT = "List all prime numbers below 400."
+OTHER_APIS = {
+    "/v1/completions": lambda text: {"prompt": text, "max_tokens": 40, "temperature": 0, "ignore_eos": True},
+    "/v1/messages": lambda text: {
+        **{"model": "demo", "max_tokens": 40, "temperature": 0},
+        "messages": [{"role": "user", "content": text}],
+    },
+    "/v1/responses": lambda text: {
+        **{"model": "demo", "max_output_tokens": 40, "temperature": 0},
+        "input": text,
+    },
+}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("text", [TEXT, "duck " * 200], ids=["in decode", "in prefill"])
+@pytest.mark.parametrize("path", OTHER_APIS)
+def test_of_every_api(here: InProcess, gate: Any, path: str, text: str, stream: bool) -> None:
+    """Beside one that goes on, and has the same reply as alone."""
+    alone = ask_alone(here, gate)
+    stays, before = begin(here), here.service.engine.num_open
+
+    async def run() -> Call:
+        call = await Call(here.app, path, {**OTHER_APIS[path](text), "stream": stream}).begin()
+        while here.service.engine.num_open == before:
+            await asyncio.sleep(0.001)
+        return call
+
+    call = here.run(run())
+    for _ in range(4):
+        gate.allow()
+    assert len(gate) == 2
+    here.run(call.leave())
+    for _ in range(MOST_STEPS):
+        gate.allow()
+    assert len(gate) == 1
+    gate.open()
+    assert here.run(stays.end()).json()["choices"] == alone["choices"]
