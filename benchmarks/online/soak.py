@@ -7,7 +7,8 @@ to its end, or closes its connection in the middle of it. The program
 
 1. starts a server with two workers, and stops with a message where a stream is not whole or a status not 200,
 2. takes the server's memory (VmRSS) every two seconds; the first quarter of the time is for caches to fill,
-3. verifies that no reply is running or waiting when all have left, and that the server stops in order,
+3. verifies that no reply is running or waiting when all have left, that the server has as many descriptors
+   and threads as before, and that it stops in order,
 4. prints one JSON line.
 """
 
@@ -126,6 +127,11 @@ async def under_way(port: int) -> float:
     return sum(map(float, found))
 
 
+def descriptors_and_threads(pid: int) -> tuple[int, int]:
+    folder = Path(f"/proc/{pid}")
+    return len(list((folder / "fd").iterdir())), len(list((folder / "task").iterdir()))
+
+
 def main() -> None:
     arguments = parse_arguments()
     command = [sys.executable, "-m", "duckllm", "serve", *([arguments.model] if arguments.model else [])]
@@ -135,10 +141,17 @@ def main() -> None:
     try:
         assert server.stdout is not None
         port = int(server.stdout.readline().split(" at ")[1].split(",")[0].rpartition(":")[2])
+        asyncio.run(ask(port, Counts(), random.Random(0), 0.0))  # what a first request makes is made
+        time.sleep(1)
+        start, start_bytes = descriptors_and_threads(server.pid), resident_bytes(server.pid)
         counts = asyncio.run(run_clients(port, arguments, memory, server.pid))
         time.sleep(1)
         if left := asyncio.run(under_way(port)):
             raise SystemExit(f"{left:.0f} replies are under way after all clients have left")
+        time.sleep(1)
+        if (end := descriptors_and_threads(server.pid)) != start:
+            raise SystemExit(f"descriptors and threads: {start} before all clients, {end} after them")
+        end_bytes = resident_bytes(server.pid)
     finally:
         server.terminate()
         code = server.wait()
@@ -150,7 +163,10 @@ def main() -> None:
     print(f"{cpu_name()}, {available_cores()} cores; {arguments.clients} clients, {arguments.seconds:.0f} s")
     print(f"{counts.num_whole} streams read to their end, {counts.num_left} left; none failed, none remained")
     print(f"{counts.num_tokens / arguments.seconds:.0f} tok/s of those that were read to their end")
-    print(f"memory {early / 1e6:.1f} MB, later {late / 1e6:.1f} MB, most {max(memory) / 1e6:.1f} MB")
+    sizes = (start_bytes, early, late, end_bytes, max(memory))
+    first, then, later, last, most = (f"{size / 1e6:.1f} MB" for size in sizes)
+    print(f"memory {first} before all clients, {then}, later {later}, {last} after them; most {most}")
+    print(f"{start[0]} descriptors and {start[1]} threads before all clients, and after them")
     summary = {
         "benchmark": "online/soak",
         "commit": commit(),
@@ -162,8 +178,12 @@ def main() -> None:
         "streams_left": counts.num_left,
         "tokens_per_s": round(counts.num_tokens / arguments.seconds, 1),
         "time_to_first_token_p50_s": round(statistics.median(counts.first_s), 4),
+        "descriptors": start[0],
+        "threads": start[1],
+        "start_bytes": start_bytes,
         "early_bytes": int(early),
         "late_bytes": int(late),
+        "end_bytes": end_bytes,
         "peak_bytes": max(memory),
     }
     print(json.dumps(summary))
