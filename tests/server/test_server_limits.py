@@ -60,6 +60,11 @@ def test_what_is_no_json_object_is_a_400(here: InProcess, sent: bytes, message: 
             "structured_outputs.re",
         ),
         (
+            {"structured_outputs": {"choice": ["a" * 40_000, "b" * 40_000]}},
+            "structured_outputs.choice",
+            "structured_outputs.choice: got '80000 characters'",
+        ),
+        (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": "DEEP"}}},
             "response_format.json_schema.schema",
             "response_format.json_schema.schema: got 'more than 64 levels'",

@@ -103,9 +103,11 @@ def check_grammar(field: str, values: Mapping[str, Any]) -> None:
     Raises:
         ApiError: Names the field.
     """
-    for name in ("regex", "grammar"):
-        if values.get(name) is not None and len(values[name]) > MAX_GRAMMAR_BYTES:
-            got = f"{len(values[name])} characters"
+    for name in ("regex", "grammar", "choice"):
+        texts = values.get(name) or ""
+        length = len(texts if isinstance(texts, str) else "".join(map(str, texts)))
+        if length > MAX_GRAMMAR_BYTES:
+            got = f"{length} characters"
             raise refuse(f"{field}.{name}", got, f"at most {MAX_GRAMMAR_BYTES} characters")
     check_sizes(f"{field}.choice", values.get("choice"))
     check_sizes(f"{field}.json", values.get("json"))
