@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,9 +80,7 @@ class Flock:
                     num_losses += 1
                     _log.warning("%s; waiting for it or a spare", error)
                     lost = self._transport.lost()
-                    for worker in lost:
-                        self._num_losses[worker] += not self._is_lost[worker]
-                        self._is_lost[worker] = True
+                    self._note_lost(lost)
                     for worker in lost:
                         self._bring_back(worker, error, deadline)
         except BaseException:
@@ -95,11 +94,8 @@ class Flock:
         next step.
         """
         lost = self._transport.look()
-        for worker in lost:
-            if not self._is_lost[worker]:
-                _log.warning("worker %s has gone while nothing was computed", self._transport.address(worker))
-                self._num_losses[worker] += 1
-                self._is_lost[worker] = True
+        for worker in self._note_lost(lost):
+            _log.warning("worker %s has gone while nothing was computed", self._transport.address(worker))
         if not lost:
             self._idle_pause_s = 0.0
             return
@@ -113,6 +109,14 @@ class Flock:
             self._idle_pause_s = min(2 * self._idle_pause_s + 1, _LONGEST_IDLE_PAUSE_S)
             self._idle_until = time.monotonic() + self._idle_pause_s
             _log.warning("%s; it is tried again", error)
+
+    def _note_lost(self, workers: Sequence[int]) -> list[int]:
+        """Counts a loss of each worker that was not known to be lost; who these are."""
+        new = [worker for worker in workers if not self._is_lost[worker]]
+        for worker in new:
+            self._num_losses[worker] += 1
+            self._is_lost[worker] = True
+        return new
 
     def times(self) -> WorkerTimes:
         """Where the time of steps goes, and how often workers were lost.
