@@ -15,7 +15,6 @@ other programs have used meanwhile are cold for it too. Medians of the rounds; o
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -25,8 +24,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from result_line import print_result
+
 from duckllm import LLM, SamplingParams
-from duckllm.bench.machine import commit, cpu_name
 
 WARM_STEPS = 30
 SETTLE_S = 1.0
@@ -125,11 +125,7 @@ def main() -> None:
             "ratio": round(first / warm, 3),
         }
     figures |= {name: getattr(arguments, name) for name in ("workers", "idle_s", "rounds", "spin_us")}
-    line = json.dumps({"benchmark": "idle", "commit": commit(), "cpu": cpu_name(), **figures})
-    print(line)
-    if arguments.json is not None:
-        with arguments.json.open("a") as file:
-            file.write(line + "\n")
+    print_result("idle", figures, arguments.json)
 
 
 if __name__ == "__main__":

@@ -37,11 +37,11 @@ from pathlib import Path
 from typing import Any
 
 from namespaces_network import HOST, Network, check_rights, inside, run
+from result_line import print_result
 from round_trip import HEADER_BYTES, Prepared, Sampler, our_samplers, verify
 from transport_sides import HIDDEN_SIZE, LAYER, WARM_UP, expert_settings, expert_units, keep_core
 
 from duckllm import _native
-from duckllm.bench.machine import commit, cpu_name
 from duckllm.cluster.multicast import HostMulticast, join_group
 from duckllm.cluster.plan import MulticastPlan
 from duckllm.transport.transport import Transport
@@ -221,21 +221,12 @@ def main() -> None:
                             figures = measure(transports, num_tokens, rounds, steps)
                             report(figures, num_tokens, mbit_per_s, arguments.workers)
                             results[name][f"{num_tokens} tokens"] = figures
-    line = json.dumps(
-        {
-            "benchmark": "multicast",
-            "commit": commit(),
-            "cpu": cpu_name(),
-            "workers": arguments.workers,
-            "all_links": arguments.all_links,
-            "tag_ns_per_kib": round(tag_ns),
-            **results,
-        }
-    )
-    print(line)
-    if arguments.json is not None:
-        with arguments.json.open("a") as file:
-            file.write(line + "\n")
+    settings = {
+        "workers": arguments.workers,
+        "all_links": arguments.all_links,
+        "tag_ns_per_kib": round(tag_ns),
+    }
+    print_result("multicast", {**settings, **results}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -44,10 +44,10 @@ from pathlib import Path
 
 from namespaces_network import HOST, Network, burst_bytes, check_rights, inside
 from namespaces_sockets import describe
+from result_line import print_result
 from round_trip import HERE, Ends, bare_c, message_bytes, our_samplers, our_workers, verify
 
 from duckllm import LLM, SamplingParams
-from duckllm.bench.machine import commit, cpu_name
 from duckllm.cluster.token import TOKEN_VARIABLE
 from duckllm.demo import load_questions
 from duckllm.models.registry import open_model
@@ -301,12 +301,7 @@ def main() -> None:
     figures = {str(condition): report(condition, samples) for condition, samples in bench.samples.items()}
     settings = {"workers": NUM_WORKERS, "mbit_per_s": MBIT_PER_S, "bytes": message_bytes(1)}
     settings |= {"questions": len(questions), "rounds": arguments.rounds, "steps": arguments.steps}
-    machine = {"benchmark": "namespaces", "commit": commit(), "cpu": cpu_name()}
-    line = json.dumps({**machine, **settings, **figures})
-    print(line)
-    if arguments.json is not None:
-        with arguments.json.open("a") as file:
-            file.write(line + "\n")
+    print_result("namespaces", {**settings, **figures}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
+from result_line import print_result
 from transport_sides import (
     HIDDEN_SIZE,
     LAYER,
@@ -51,7 +52,6 @@ from transport_sides import (
 )
 
 from duckllm import _native
-from duckllm.bench.machine import commit, cpu_name
 from duckllm.cluster.address import Address
 from duckllm.cluster.shared_memory import SharedChannel
 from duckllm.config import available_cores
@@ -358,11 +358,7 @@ def main() -> None:
                     samplers[name] = peer.sample
                 times = measure(samplers, arguments.rounds, arguments.steps)
             results[f"{num_tokens} tokens"] = {"bytes": sizes, **report(times, num_tokens)}
-    line = json.dumps({"benchmark": "round_trip", "commit": commit(), "cpu": cpu_name(), **results})
-    print(line)
-    if arguments.json is not None:
-        with arguments.json.open("a") as file:
-            file.write(line + "\n")
+    print_result("round_trip", results, arguments.json)
 
 
 if __name__ == "__main__":
