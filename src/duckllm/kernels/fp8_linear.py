@@ -19,35 +19,16 @@ import torch
 import triton
 import triton.language as tl
 
+from duckllm.kernels.half_rows import (
+    DECODE_ROWS,
+    MAX_GROUPED_ROWS,
+    SCALE_BLOCK,
+    TILE_ROWS,
+    HalfRows,
+    empty_half_rows,
+    store_half_blocks,
+)
 from duckllm.kernels.shared_memory import has_large_shared_memory
-
-SCALE_BLOCK = 128
-# Rows of a decode step: the least that the matrix units take at once. More go through larger tiles.
-DECODE_ROWS = 16
-# Most rows that are computed in groups of that; more go through tiles that read a weight once for 128 rows.
-MAX_GROUPED_ROWS = 64
-TILE_ROWS = 128
-# Largest number of a row's block after its factor: f16 has room above, and small ones keep their bits.
-_TOP: tl.constexpr = tl.constexpr(256.0)
-
-
-@dataclass(frozen=True)
-class HalfRows:
-    """Activations as the kernels take them.
-
-    Args:
-        values: Numbers in f16, each block of 128 within [-256, 256].
-        factors: What a block's numbers are multiplied with, powers of two.
-        num_rows: M.
-
-    Shapes:
-        values: [R, K] f16, R being M or the next multiple of 16, or above 64 of 128;
-        factors: [ceil(K / 128), R] f32
-    """
-
-    values: torch.Tensor
-    factors: torch.Tensor
-    num_rows: int
 
 
 def to_half_rows(x: torch.Tensor) -> HalfRows:
@@ -60,26 +41,19 @@ def to_half_rows(x: torch.Tensor) -> HalfRows:
         x: [M, K] bf16 or f32, cuda, rows contiguous
     """
     num_rows, width = x.shape
-    multiple = DECODE_ROWS if num_rows <= MAX_GROUPED_ROWS else TILE_ROWS
-    padded = triton.cdiv(num_rows, multiple) * multiple
-    num_blocks = triton.cdiv(width, SCALE_BLOCK)
-    values = torch.empty(padded, width, dtype=torch.float16, device=x.device)
-    factors = torch.empty(num_blocks, padded, dtype=torch.float32, device=x.device)
-    _half_rows[(padded, num_blocks)](x, values, factors, num_rows, width, x.stride(0), padded, num_warps=1)
-    return HalfRows(values, factors, num_rows)
+    rows = empty_half_rows(num_rows, width, x.device)
+    _half_rows[(num_rows, len(rows.factors))](
+        x, rows.values, rows.factors, width, x.stride(0), rows.values.shape[0], num_warps=1
+    )
+    return rows
 
 
 @triton.jit
-def _half_rows(x_ptr, values_ptr, factors_ptr, num_rows, width, x_stride, padded_rows):  # type: ignore[no-untyped-def]
+def _half_rows(x_ptr, values_ptr, factors_ptr, width, x_stride, padded_rows):  # type: ignore[no-untyped-def]
     row, block = tl.program_id(0), tl.program_id(1)
-    k = block * 128 + tl.arange(0, 128)
-    is_there = (k < width) & (k * 0 + row < num_rows)
-    x = tl.load(x_ptr + row.to(tl.int64) * x_stride + k, mask=is_there, other=0.0).to(tl.float32)
-    # The power of two at or above the largest, by its bits; a block of zeros has any.
-    bits = tl.maximum(tl.max(tl.abs(x), 0), 1e-33).to(tl.int32, bitcast=True)
-    power = (((bits + 0x7FFFFF) >> 23) << 23).to(tl.float32, bitcast=True)
-    tl.store(values_ptr + row.to(tl.int64) * width + k, (x / power * _TOP).to(tl.float16), mask=k < width)
-    tl.store(factors_ptr + block * padded_rows + row, power / _TOP)
+    k = block * 128 + tl.arange(0, 128)[None, :]
+    x = tl.load(x_ptr + row.to(tl.int64) * x_stride + k, mask=k < width, other=0.0).to(tl.float32)
+    store_half_blocks(values_ptr, factors_ptr, row, block, x, width, padded_rows, 1)
 
 
 @triton.jit
