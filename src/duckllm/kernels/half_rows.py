@@ -74,7 +74,7 @@ def halve(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def store_half_blocks(values_ptr, factors_ptr, row, first_block, x, width, padded_rows, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Writes BLOCKS blocks of a row, from ``first_block`` on, given as [BLOCKS, 128], zeros past ``width``."""
+    """Writes BLOCKS blocks of a row, from ``first_block`` on: [BLOCKS, 128], zeros past ``width``."""
     values, factors = halve(x)
     block = first_block + tl.arange(0, BLOCKS)
     k = block[:, None] * 128 + tl.arange(0, 128)[None, :]

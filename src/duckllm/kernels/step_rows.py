@@ -25,6 +25,8 @@ class StepRows:
         pages: Pages of each context, in order; what lies behind a context's last one may be anything.
         cos: Cosines of all positions.
         sin: Sines of all positions.
+        spans: First row and number of rows of each context, whose rows are consecutive tokens; empty where a
+            step is captured, in which rows of contexts may lie as they like.
 
     Shapes:
         positions, contexts, firsts, slots: [R] int32; pages: [C, P] int32;
@@ -38,6 +40,7 @@ class StepRows:
     pages: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
+    spans: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_rows(self) -> int:
