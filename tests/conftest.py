@@ -22,6 +22,7 @@ from worker_harness import WorkerProcess, make_model, running_worker
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test asks the Hugging Face hub: what looks like a model's name is refused without a look at the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
+VISIBLE_GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,14 +40,31 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what needs a GPU where there is none."""
+    """Skips what needs a GPU where there is none, and hides it from all else, which auto would put there.
+
+    CUDA is started first, so that tests of this process may name it; those of ``auto`` and of processes that
+    are started ask for ``visible_gpu``.
+    """
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch
 
-        if not torch.cuda.is_available():
+        if torch.cuda.is_available():
+            torch.cuda.init()
+            torch.cuda.device_count()  # is remembered
+        else:
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.fixture
+def visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs as they are seen outside of tests."""
+    if VISIBLE_GPUS is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", VISIBLE_GPUS)
 
 
 @pytest.fixture(scope="session", autouse=True)

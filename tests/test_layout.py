@@ -13,7 +13,7 @@ import pytest
 ORDER = [
     "__main__", "cli", "server", "doctor", "bench", "llm", "conversation", "plan", "assembly",
     "engine", "models", "layers", "kernels", "moe", "transport", "worker", "cluster", "weights", "demo",
-    "text", "outputs", "sampling_params", "config", "prefill", "errors",
+    "text", "outputs", "sampling_params", "device", "config", "prefill", "errors",
 ]  # fmt: skip
 LEAVES = {
     "text",
