@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-from duckllm.engine.cache_size import GIB, HOST_PROCESS_BYTES
+from duckllm.engine.cache_size import GIB, GPU_PROCESS_BYTES, HOST_PROCESS_BYTES, card_of
 from duckllm.errors import ConfigError
 from duckllm.models.inspection import Inspection, inspect_model
 from duckllm.moe.fit import WORKER_PROCESS_BYTES, Node
@@ -96,6 +97,55 @@ def test_a_hosts_cache_is_what_it_takes_at_the_start(model: Inspection) -> None:
     assert 0 <= free // 4 - made.memory.cache_bytes < 16 * 4 * model.cache_elements_per_token
     with pytest.raises(ConfigError, match=r"memory: got 256\.00 MiB available, expected at least 3\d\d\."):
         plan_cluster(**rest, host_bytes=GIB + GIB // 4)
+
+
+def deepseek_weights() -> int:
+    """DeepSeek-V3.2's host part on a GPU, layer for layer, from its published shapes."""
+
+    def fp8(out: int, width: int) -> int:
+        return out * width + 4 * -(-out // 128) * -(-width // 128)
+
+    h, heads, experts = 7168, 128, 256
+    indexer = fp8(64 * 128, 1536) + fp8(128, h) + 2 * 64 * h + 4 * 2 * 128  # the key norm has a bias
+    attention = fp8(1536, h) + fp8(heads * 192, 1536) + fp8(512 + 64, h) + fp8(heads * 256, 512)
+    attention += fp8(h, heads * 128) + 4 * (1536 + 512) + indexer + 4 * 2 * h  # and the layer's two norms
+    moe = 2 * fp8(2048, h) + fp8(h, 2048) + 2 * experts * h + 4 * experts
+    dense = 2 * fp8(18432, h) + fp8(h, 18432)
+    drafting = attention + moe + fp8(h, 2 * h) + 4 * 3 * h
+    return 61 * attention + 58 * moe + 3 * dense + 4 * h + 2 * 129280 * h + drafting
+
+
+def test_deepseek_v32_on_a_card_of_32_gib() -> None:
+    model = inspect_model(ROOT / "examples" / "configs" / "DeepSeek-V3.2")
+    rest = {"weight_format": "fp8", "max_model_len": 131072, "max_step_tokens": 256, "drafts": True}
+    made = plan_cluster(model, [64 * GIB] * 11, **rest, device=card_of(32 * GIB))
+    memory = made.host.memory
+    assert memory.weight_bytes == deepseek_weights() == 18_462_839_424
+    assert memory.embedding_bytes == 2 * 129280 * 7168
+    token_bytes = 2 * 62 * (512 + 64 + 128)
+    free = 32 * GIB - 3 * GIB // 4 - memory.weight_bytes - memory.workspace_bytes
+    assert memory.cache_tokens == int(free * 0.9) // (16 * token_bytes) * 16 == 144_688
+    assert memory.cache_bytes == memory.cache_tokens * token_bytes
+    assert memory.max_model_len == 131072
+    assert memory.vram_bytes <= 32 * GIB - 3 * GIB // 4
+    assert memory.need_bytes == memory.embedding_bytes + HOST_PROCESS_BYTES + GPU_PROCESS_BYTES
+    # What a token reads is read from VRAM, all but the layer that drafts.
+    plain = plan_cluster(model, [64 * GIB] * 11, **{**rest, "drafts": False}, device=card_of(32 * GIB))
+    assert made.host_read_bytes == plain.host.memory.weight_bytes
+    with pytest.raises(ConfigError, match=r"VRAM: got 15\.25 GiB free on a GPU of 16\.00 GiB, expected at"):
+        plan_cluster(model, [64 * GIB] * 11, **rest, device=card_of(16 * GIB))
+
+
+def test_a_head_that_is_the_embedding_is_on_the_card(tmp_path: Path) -> None:
+    config = json.loads((ROOT / "examples" / "configs" / "Qwen3-30B-A3B" / "config.json").read_text())
+    parts = {}
+    for is_tied in (False, True):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": is_tied}))
+        parts[is_tied] = {part.name: part for part in inspect_model(tmp_path).parts}
+    table = 2 * 151936 * 2048
+    assert (parts[False]["embedding"].gpu_bytes, parts[False]["head"].gpu_bytes) == (0, table)
+    assert parts[True]["embedding"].gpu_bytes == table
+    assert "head" not in parts[True]
 
 
 def test_the_layer_that_drafts_is_counted_everywhere(model: Inspection) -> None:

@@ -6,6 +6,7 @@ without torch; while they prepare, the host's half is imported, and torch with i
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from duckllm.cluster import open_cluster
 from duckllm.config import ClusterConfig, StepConfig, available_cores, show_size, total_memory_bytes
+from duckllm.device import CPU, Device, find_device
 from duckllm.engine.cache_size import HostMemory, host_needs, num_pages, plan_host
 from duckllm.errors import CheckpointError, ConfigError, InWords
 from duckllm.models.registry import ModelFolder, load_config, load_draft_layer, load_model
@@ -130,6 +132,28 @@ def drafts(model: ModelFolder, step_config: StepConfig) -> bool:
     return step_config.draft != "off" and model.has_draft_layer
 
 
+def choose_device(asked: str, plan: Callable[[Device], HostMemory]) -> Device:
+    """The device that computes the host's part: for ``"auto"`` a card, where there is one that holds it.
+
+    Args:
+        asked: As for :class:`duckllm.LLM`.
+        plan: What memory goes to with a card.
+
+    Raises:
+        ConfigError: A card was asked for that is not there, cannot be used, or has too little VRAM; or other
+            memory is too little.
+    """
+    found = find_device(asked)
+    if found.is_cuda:
+        try:
+            plan(found)
+        except ConfigError as error:
+            if asked != "auto" or error.field != "VRAM":
+                raise
+            return dataclasses.replace(CPU, why=f"VRAM: got {error.got}, expected {error.expected}")
+    return found
+
+
 def asked_slices(model: ModelFolder, config: ClusterConfig) -> tuple[Slice, ...]:
     """Each worker's slice as far as ``config`` alone says; none where Ray decides how many workers there are.
 
@@ -204,6 +228,7 @@ def plan_memory(
     config: ClusterConfig,
     step_config: StepConfig,
     *,
+    device: Device,
     max_model_len: int | None,
     cache_limits: CacheLimits,
     max_num_seqs: int,
@@ -215,6 +240,7 @@ def plan_memory(
         num_workers_here: Workers that share this machine's memory; None computes the experts in this process.
         config: The cluster's configuration.
         step_config: What steps do beside the necessary.
+        device: What computes the host's part.
         max_model_len: As for :class:`duckllm.LLM`.
         cache_limits: Memory and disk of the KV cache.
         max_num_seqs: As for :class:`duckllm.LLM`.
@@ -236,6 +262,8 @@ def plan_memory(
             tier_bytes=cache_limits.memory_bytes,
             available_bytes=cache_limits.available_bytes,
             total_bytes=total_memory_bytes(),
+            device=device,
+            max_step_tokens=config.max_step_tokens,
         ),
         max_model_len=max_model_len,
         cache_bytes=cache_limits.cache_bytes,
@@ -252,6 +280,7 @@ def build_engine(
     config: ClusterConfig,
     step_config: StepConfig,
     *,
+    device: Device,
     max_model_len: int | None,
     cache_limits: CacheLimits,
     max_num_seqs: int,
@@ -266,6 +295,7 @@ def build_engine(
         cluster: Workers from :func:`begin_workers`; None computes the experts in this process.
         config: The cluster's configuration.
         step_config: What steps do beside the necessary.
+        device: What computes the host's part.
         max_model_len: As for :class:`duckllm.LLM`.
         cache_limits: Memory and disk of the KV cache.
         max_num_seqs: As for :class:`duckllm.LLM`.
@@ -296,6 +326,7 @@ def build_engine(
         None if cluster is None else num_here,
         config,
         step_config,
+        device=device,
         max_model_len=max_model_len,
         cache_limits=cache_limits,
         max_num_seqs=max_num_seqs,

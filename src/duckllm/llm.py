@@ -21,6 +21,7 @@ from duckllm.assembly import (
     asked_slices,
     begin_workers,
     build_engine,
+    choose_device,
     drafts,
     plan_memory,
 )
@@ -28,6 +29,7 @@ from duckllm.cluster import check_cluster
 from duckllm.cluster.address import parse_address
 from duckllm.config import MAX_THREADS, MAX_WORKERS, ClusterConfig, StepConfig, as_size, show_size
 from duckllm.conversation import Conversation
+from duckllm.device import Device, check_device
 from duckllm.engine.cache_size import DEFAULT_MAX_NUM_SEQS, HostMemory
 from duckllm.engine.page_files import check_folder
 from duckllm.errors import CheckpointError, ConfigError, InWords, RequestError
@@ -71,6 +73,9 @@ class LLM:
         kv_disk_bytes: Most bytes of files in that folder, of which the ones used longest ago go first; None
             for 16 GiB.
         max_num_seqs: Most requests that are computed at a time; others wait.
+        device: What computes everything but the experts: ``"cpu"``, ``"cuda"``, or ``"cuda:1"`` for one card
+            of several. ``"auto"`` takes the first card where CUDA and Triton are there, its compute
+            capability is 8.0 at least, and weights and one context fit into its VRAM; else the CPU.
         host_threads: Threads of the host's own layers; 0 decides by the model and the cores there are. It is
             torch's setting, and so holds for the whole process.
         draft: Whether tokens are guessed ahead, by the layer of multi-token prediction that a checkpoint may
@@ -82,8 +87,8 @@ class LLM:
         **cluster_options: Any other field of :class:`duckllm.config.ClusterConfig`.
 
     Raises:
-        ConfigError: A value is of the wrong kind or out of range, or memory does not hold the weights and
-            one context.
+        ConfigError: A value is of the wrong kind or out of range, a card that was asked for cannot be used,
+            or memory, or VRAM, does not hold the weights and one context.
         CacheFormatError: ``kv_disk_dir`` holds pages of another model or format.
         ModelError: The model cannot be found or used.
         MissingPackageError: Ray is asked for and not installed.
@@ -110,6 +115,7 @@ class LLM:
         kv_disk_dir: str | Path | None = None,
         kv_disk_bytes: int | str | None = None,
         max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
+        device: str = "auto",
         host_threads: int = 0,
         draft: str = "auto",
         draft_tokens: int = 1,
@@ -132,6 +138,7 @@ class LLM:
         if max_model_len is not None:
             _check_int("max_model_len", max_model_len, 2)
         _check_int("max_num_seqs", max_num_seqs, 1)
+        check_device(device)
         limits = _cache_limits(kv_cache_bytes, kv_memory_bytes, kv_disk_dir, kv_disk_bytes)
         opened = open_model(model)
         self.model_hash = opened.manifest.model_hash
@@ -140,19 +147,25 @@ class LLM:
         if limits.disk_dir is not None:
             check_folder(limits.disk_dir, self.model_hash, opened.num_layers + guesses)
         self.default_sampling_params = _default_sampling_params(opened.path)
-        if limits.has_sizes or max_model_len is not None:
-            # Else this is decided while workers prepare, and torch is imported: nobody asked for anything.
+        local = cluster_config.num_workers if cluster_config.kind == "local" else 0
+
+        def plan(on: Device) -> HostMemory:
             asked_slices(opened, cluster_config)
-            local = cluster_config.num_workers if cluster_config.kind == "local" else 0
-            plan_memory(
+            return plan_memory(
                 opened,
                 None if in_process else local,
                 cluster_config,
                 step_config,
+                device=on,
                 max_model_len=max_model_len,
                 cache_limits=limits,
                 max_num_seqs=max_num_seqs,
             )
+
+        self.device = choose_device(device, plan)
+        if not self.device.is_cuda and (limits.has_sizes or max_model_len is not None):
+            # Else this is decided while workers prepare, and torch is imported: nobody asked for anything.
+            plan(self.device)
         stack = ExitStack()
         # Closes the workers when the object goes, and at the interpreter's exit, if nobody did before.
         self._pid = os.getpid()
@@ -167,6 +180,7 @@ class LLM:
                 cluster,
                 cluster_config,
                 step_config,
+                device=self.device,
                 max_model_len=max_model_len,
                 cache_limits=limits,
                 max_num_seqs=max_num_seqs,
@@ -215,7 +229,7 @@ class LLM:
         self._experts.attend()
 
     def memory(self) -> HostMemory:
-        """What this machine's memory goes to, as it was decided before anything was loaded."""
+        """What this machine's memory goes to, and a card's, as it was decided before anything was loaded."""
         return self._memory
 
     def stats(self) -> EngineMetrics:
@@ -503,7 +517,7 @@ def _cluster_config(workers: Any, options: dict[str, Any]) -> ClusterConfig:
     unknown = sorted(set(options) - known)
     if unknown:
         names = ["model", "workers", "max_model_len", "kv_cache_bytes", "kv_memory_bytes", "kv_disk_dir"]
-        names += ["kv_disk_bytes", "max_num_seqs", "host_threads", "draft", "draft_tokens", "lanes"]
+        names += ["kv_disk_bytes", "max_num_seqs", "device", "host_threads", "draft", "draft_tokens", "lanes"]
         names += sorted(known)
         raise TypeError(
             f"LLM() got unexpected keyword arguments: {', '.join(unknown)}; known: {', '.join(names)}"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from duckllm.config import show_size
+from duckllm.device import CPU, Device
 from duckllm.engine.cache_size import DEFAULT_MAX_NUM_SEQS, GIB, HostMemory, host_needs, plan_host
 from duckllm.errors import ConfigError, InWords
 from duckllm.models.inspection import MTP, Inspection
@@ -25,8 +26,8 @@ class HostPlan:
 
     Args:
         memory: What the host's memory goes to; with as much KV cache as it takes at the start, or one context
-            where its size is unknown.
-        have_bytes: Its memory without what its system keeps; None where that is unknown.
+            where the size of the memory that it is in is unknown.
+        have_bytes: Its CPU memory without what its system keeps; None where that is unknown.
     """
 
     memory: HostMemory
@@ -93,6 +94,7 @@ def plan_cluster(
     max_step_tokens: int,
     drafts: bool = False,
     host_bytes: int | None = None,
+    device: Device = CPU,
 ) -> ClusterPlan:
     """The model on nodes of these sizes; arguments as :func:`plan_on` has them.
 
@@ -104,6 +106,7 @@ def plan_cluster(
         max_step_tokens: Most tokens in one step.
         drafts: Whether tokens are guessed ahead, by a layer more.
         host_bytes: Memory of the host, as it was bought; None where that is open.
+        device: What computes the host's part.
 
     Raises:
         ConfigError: More nodes than stripes, or no node; or the host does not hold its weights and a context.
@@ -117,6 +120,7 @@ def plan_cluster(
         max_step_tokens=max_step_tokens,
         drafts=drafts,
         host_bytes=host_bytes,
+        device=device,
     )
 
 
@@ -129,6 +133,7 @@ def plan_on(
     max_step_tokens: int,
     drafts: bool = False,
     host_bytes: int | None = None,
+    device: Device = CPU,
     host_gb_per_s: float | None = None,
     shares: str | Sequence[float] = "auto",
 ) -> ClusterPlan:
@@ -142,6 +147,7 @@ def plan_on(
         max_step_tokens: Most tokens in one step.
         drafts: Whether tokens are guessed ahead, by a layer more.
         host_bytes: Memory of the host, as it was bought; None where that is open.
+        device: What computes the host's part.
         host_gb_per_s: What the host reads from memory; None where that is open.
         shares: As in :class:`duckllm.config.ClusterConfig`.
 
@@ -163,18 +169,40 @@ def plan_on(
     return ClusterPlan(
         weight_format,
         plan_nodes(sizes, nodes, place_slices(sizes, nodes, shares)),
-        _plan_host(model, drafts, max_model_len, host_bytes),
+        plan_host_part(
+            model,
+            max_model_len=max_model_len,
+            max_step_tokens=max_step_tokens,
+            drafts=drafts,
+            host_bytes=host_bytes,
+            device=device,
+        ),
         drafts,
         model.expert_read_bytes(weight_format),
         model.num_moe_layers,
-        sum(part.read_bytes for part in model.parts if part.name != MTP),
+        sum(
+            part.gpu_bytes if device.is_cuda else part.read_bytes for part in model.parts if part.name != MTP
+        ),
         host_gb_per_s,
         sizes,
     )
 
 
-def _plan_host(model: Inspection, drafts: bool, max_model_len: int, memory_bytes: int | None) -> HostPlan:
-    have_bytes = None if memory_bytes is None else max(0, memory_bytes - SYSTEM_BYTES)
+def plan_host_part(
+    model: Inspection,
+    *,
+    max_model_len: int,
+    max_step_tokens: int,
+    drafts: bool = False,
+    host_bytes: int | None = None,
+    device: Device = CPU,
+) -> HostPlan:
+    """The host alone; arguments as :func:`plan_cluster` has them. The experts are elsewhere.
+
+    Raises:
+        ConfigError: The host, or its card, does not hold its weights and a context.
+    """
+    have_bytes = None if host_bytes is None else max(0, host_bytes - SYSTEM_BYTES)
     unknown = 1 << 62
     needs = host_needs(
         model,
@@ -182,9 +210,12 @@ def _plan_host(model: Inspection, drafts: bool, max_model_len: int, memory_bytes
         weight_format=None,
         num_workers=0,
         available_bytes=unknown if have_bytes is None else have_bytes,
-        total_bytes=unknown if memory_bytes is None else memory_bytes,
+        total_bytes=unknown if host_bytes is None else host_bytes,
+        device=device,
+        max_step_tokens=max_step_tokens,
     )
-    one_context = needs.context_bytes(max_model_len) if have_bytes is None else None
+    is_open = have_bytes is None and not device.is_cuda
+    one_context = needs.context_bytes(max_model_len) if is_open else None
     memory = plan_host(
         needs, max_model_len=max_model_len, cache_bytes=one_context, max_num_seqs=DEFAULT_MAX_NUM_SEQS
     )
@@ -200,6 +231,7 @@ def fewest_nodes(
     max_step_tokens: int,
     drafts: bool = False,
     host_bytes: int | None = None,
+    device: Device = CPU,
 ) -> ClusterPlan:
     """The plan with the fewest equal nodes that fit; arguments as :func:`plan_cluster` has them.
 
@@ -215,6 +247,7 @@ def fewest_nodes(
             max_step_tokens=max_step_tokens,
             drafts=drafts,
             host_bytes=host_bytes,
+            device=device,
         )
         if plan.fits:
             return plan

@@ -104,7 +104,7 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
     token.write_text("secret\n")
     token.chmod(0o600)
     arguments = "/m --prompt x --workers a:1,b:2,c:3 --wire-dtype bf16 --max-model-len 99"
-    arguments += " --format fp8 --draft stateless --draft-tokens 3 --lanes off"
+    arguments += " --device cuda:1 --format fp8 --draft stateless --draft-tokens 3 --lanes off"
     arguments += " --spares 1 --no-share-folder --shares 1,3 --cluster static --multicast 239.77.0.1:7400"
     arguments += " --prepare-timeout-s 900 --worker-timeout-s 120.5"
     sampling = "--temperature 0.5 --top-k 4 --top-p 0.75 --min-p 0.25 --seed 6 --max-tokens 8"
@@ -124,6 +124,7 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
         "multicast": "239.77.0.1:7400",
         "cluster_token": "secret",
         **CACHE,
+        "device": "cuda:1",
         "draft": "stateless",
         "draft_tokens": 3,
         "lanes": "off",
@@ -210,7 +211,7 @@ def test_what_is_not_given_is_the_models_own(duckllm: Any, monkeypatch: pytest.M
         "cluster_token": None,
         **CACHE,
     }
-    options |= {"draft": "auto", "draft_tokens": 1, "lanes": "auto"}
+    options |= {"device": "auto", "draft": "auto", "draft_tokens": 1, "lanes": "auto"}
     assert done.loaded == [(None, {"workers": None, **options}, None)]
     assert done.model.params == [SamplingParams(temperature=0.25, top_k=9, max_tokens=5)]
 

@@ -10,8 +10,10 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from duckllm import assembly
 from duckllm.cli import main as main_module
 from duckllm.cli.main import app
+from duckllm.device import Device
 from duckllm.errors import AuthenticationError, ConfigError, InWords, PlacementError
 from worker_harness import running_worker
 
@@ -33,6 +35,10 @@ def test_inspect_tells_everything_as_json(demo_folder: Path) -> None:
     assert sorted(sizes.values(), reverse=True) == list(sizes.values())
     assert facts["host"]["embedding"]["bytes_per_token"] == 0
     assert facts["kv_cache_bytes_per_token"] == 4 * 6 * (64 + 16 + 32)
+    assert facts["gpu_kv_cache_bytes_per_token"] == 2 * 6 * (64 + 16 + 32)
+    assert facts["host"]["embedding"]["gpu_bytes"] == 0
+    assert facts["host"]["head"]["gpu_bytes"] == facts["host"]["head"]["loaded_bytes"] > 0
+    assert 0 < facts["host"]["attention"]["gpu_bytes"] < facts["host"]["attention"]["loaded_bytes"]
 
 
 def test_inspect_tells_people_the_same(demo_folder: Path, demo_checkpoint: Path) -> None:
@@ -41,7 +47,7 @@ def test_inspect_tells_people_the_same(demo_folder: Path, demo_checkpoint: Path)
     assert "converted model, experts in fp9" in text
     rows = re.findall(r"^(embedding|attention|dense MLP|together) +([0-9.]+) M", text, re.MULTILINE)
     assert [name for name, _ in rows] == ["embedding", "attention", "dense MLP", "together"]
-    assert "KV cache 2.63 KiB a token" in text
+    assert "KV cache 2.63 KiB a token, on a GPU 1.31 KiB\n" in text
     assert re.search(r"^fp9 +\d+\.\d\d MiB +\d+\.\d\d MiB +(\d+\.\d\d MiB *){4}$", text, re.MULTILINE)
     assert re.search(r"^router +0\.\d M +\d+\.\d\d [KM]iB ", text, re.MULTILINE)
     assert "checkpoint, experts in F8_E4M3" in run("inspect", demo_checkpoint)
@@ -124,6 +130,52 @@ def test_plan_sizes_the_hosts_cache_as_a_start_does(demo_folder: Path) -> None:
     assert "MiB of KV cache for 65536 tokens, the process itself; it has 2.00 GiB" in text
 
 
+def test_plan_counts_a_cards_vram(demo_folder: Path) -> None:
+    arguments = ("plan", demo_folder, "--max-model-len", "1024", "--vram", "2", "--host-speed", "2000")
+    facts = json.loads(run(*arguments, "--json"))["host"]
+    vram = facts["vram"]
+    assert facts["device"] == "a GPU of 2.00 GiB"
+    assert (vram["total_bytes"], vram["have_bytes"]) == (2 << 30, (2 << 30) - 3 * (1 << 28))
+    assert facts["kv_cache_tokens"] == 64 * 1024
+    assert vram["kv_cache_bytes"] == 64 * 1024 * 2 * 7 * (64 + 16 + 32)
+    parts = [vram[name] for name in ("weight_bytes", "workspace_bytes", "kv_cache_bytes")]
+    assert vram["need_bytes"] == sum(parts)
+    assert facts["need_bytes"] < 1_450_000_000  # in CPU memory: the embedding and the process
+    text = run(*arguments, "--device", "cuda", "--speed", "20")
+    rows = re.findall(
+        r"^(weights|KV cache for 65536 tokens|graphs and workspaces|together|free before)  ", text, re.M
+    )
+    assert rows == [
+        "weights",
+        "KV cache for 65536 tokens",
+        "graphs and workspaces",
+        "together",
+        "free before",
+    ]
+    assert "VRAM of a GPU of 2.00 GiB\n" in text
+    assert re.search(r"^free before +1\.25 GiB$", text, re.MULTILINE)
+    assert re.search(r"^host: 1\.3\d GiB: \d\.\d\d MiB of weights, the process itself$", text, re.MULTILINE)
+
+
+def test_plan_takes_a_card_of_this_machine_where_it_holds_the_model(
+    demo_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 2 << 30
+    monkeypatch.setattr(
+        assembly, "find_device", lambda asked: Device("cuda:0", f"card of {asked}", free, 3 << 30)
+    )
+    for asked in ("auto", "cuda", "cuda:0"):
+        facts = json.loads(run("plan", demo_folder, "--device", asked, "--json"))["host"]
+        assert (facts["device"], facts["vram"]["have_bytes"]) == (f"card of {asked}", free)
+    free = 1 << 29
+    facts = json.loads(run("plan", demo_folder, "--json"))["host"]
+    assert (facts["device"], facts["vram"]) == ("CPU", None)
+    with pytest.raises(
+        ConfigError, match=r"VRAM: got 512\.00 MiB free on card of cuda, expected at least 5\d\d\."
+    ):
+        run("plan", demo_folder, "--device", "cuda")
+
+
 def test_plan_that_does_not_fit_shows_its_table_and_is_refused(demo_folder: Path) -> None:
     result = CliRunner().invoke(app, ["plan", str(demo_folder), "--workers", "2", "--memory", "1.01"])
     assert isinstance(result.exception, ConfigError)
@@ -183,6 +235,10 @@ def test_a_start_that_does_not_fit_shows_the_table_too(
         (["--host-memory", "much"], "host_memory: got 'much', expected GiB"),
         (["--host-memory", "4,4"], "host_memory: got '4,4', expected GiB of one host"),
         (["--host-memory", "1.2"], "memory: got 204.80 MiB available, expected at least 405."),
+        (["--device", "gpu"], "device: got 'gpu', expected auto, cpu, cuda, or a card of several: cuda:1"),
+        (["--device", "cpu", "--vram", "8"], "vram: got '8', expected nothing with device cpu"),
+        (["--vram", "8,8"], "vram: got '8,8', expected GiB of one card"),
+        (["--vram", "0.5"], "VRAM: got 0 bytes free on a GPU of 512.00 MiB, expected at least 5"),
         (["--draft", "on"], "draft: got 'on', expected auto or off"),
         (["--max-step-tokens", "0"], "max_step_tokens: got 0"),
     ],

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from duckllm import LLM
+from duckllm.device import Device
 from duckllm.engine.cache_size import (
+    GPU_PROCESS_BYTES,
     HOST_PROCESS_BYTES,
     PAGE_TOKENS,
     WORKER_PROCESS_BYTES,
@@ -108,6 +111,7 @@ def test_weights_and_a_context_that_do_not_fit_are_refused_with_what_they_need()
         "experts, 512.00 MiB for the processes, 256.00 MiB of kv_memory_bytes, 512.00 MiB of KV cache for "
         "one context of 17 tokens (a smaller max_model_len, or workers on other machines, need less here)"
     )
+    assert size(needs(0, weight_bytes=0), 64).cache_bytes == 4 * PAGE
     with pytest.raises(ConfigError, match=r"memory: got 39\.06 KiB available"):
         size(needs(0))
 
@@ -115,11 +119,19 @@ def test_weights_and_a_context_that_do_not_fit_are_refused_with_what_they_need()
 def test_it_is_told_in_a_sentence() -> None:
     gib = 1 << 30
     assert str(HostMemory(2 * gib, gib, 0, gib // 2, 12345, 100)) == (
-        "2.00 GiB of weights and 1.00 GiB of experts, 512.00 MiB of KV cache, which holds 12,345 tokens"
+        "host on CPU: 2.00 GiB of weights and 1.00 GiB of experts, 512.00 MiB of KV cache, which holds "
+        "12,345 tokens"
     )
     assert str(HostMemory(gib, 0, 0, 100 << 10, 32, 32, 3 << 19, "context cut")) == (
-        "1.00 GiB of weights, 100.00 KiB of KV cache, which holds 32 tokens, 1.50 MiB for what leaves it; "
-        "context cut"
+        "host on CPU: 1.00 GiB of weights, 100.00 KiB of KV cache, which holds 32 tokens, 1.50 MiB for what "
+        "leaves it; context cut"
+    )
+    card = Device("cuda:1", "NVIDIA H200", 4 * gib, 8 * gib)
+    made = HostMemory(2 * gib, gib, 0, gib // 2, 12345, 100, gib, "context cut", card, gib // 4, 3 * gib)
+    assert str(made) == (
+        "host on NVIDIA H200: 2.00 GiB of weights, 3.00 GiB for graphs and workspaces, 512.00 MiB of KV "
+        "cache, which holds 12,345 tokens; in CPU memory 256.00 MiB of weights and 1.00 GiB of experts, "
+        "1.00 GiB for what leaves it; context cut"
     )
 
 
@@ -129,6 +141,59 @@ def test_a_context_that_was_cut_is_told() -> None:
     assert cut.cut == "context cut from 64 to 48 tokens by kv_cache_bytes"
     assert size(needs(3 * PAGE)).cut == "context cut from 64 to 48 tokens by the memory there is"
     assert size(needs(1000 * PAGE, tier_bytes=PAGE)).need_bytes == FIXED + PAGE + 3 * 4 * PAGE
+
+
+def on_card(rest: int, longest: int = 64, **changes: Any) -> HostNeeds:
+    """A host with a card that has ``rest`` bytes for its KV cache, and just enough CPU memory."""
+    card = Device("cuda:0", "a card", 33_000 + rest, 40_000 + rest)
+    values = {"expert_bytes": 4_000, "process_bytes": 6_000, "tier_bytes": 2 * PAGE, "embedding_bytes": 500}
+    values |= {"weight_bytes": 30_000, "workspace_bytes": 3_000, "device": card, "token_bytes": TOKEN}
+    values |= {"available_bytes": 10_500 + 2 * PAGE, "total_bytes": 100_000, "longest": longest}
+    return HostNeeds(**{**values, **changes})
+
+
+def test_on_a_card_the_cache_takes_nine_tenths_of_what_weights_and_workspaces_leave() -> None:
+    made = size(on_card(100 * PAGE), seqs=100)
+    assert (made.cache_tokens, made.cache_bytes) == (90 * PAGE_TOKENS, 90 * PAGE)
+    assert made.vram_bytes == 33_000 + 90 * PAGE
+    assert made.need_bytes == 10_500 + 2 * PAGE
+    assert (made.weight_bytes, made.embedding_bytes, made.workspace_bytes) == (30_000, 500, 3_000)
+    assert size(on_card(100 * PAGE)).cache_tokens == 3 * 64  # no more contexts than requests
+    cut = size(on_card(200 * PAGE, 100_000))
+    assert cut.cut == "context cut from 100000 to 2880 tokens by the VRAM there is"
+    assert size(on_card(1000 * PAGE, 100_000)).max_model_len == 900 * PAGE_TOKENS
+    assert size(needs(1000 * PAGE)).vram_bytes == 0
+
+
+def test_each_memory_is_counted_against_its_own_budget() -> None:
+    assert size(on_card(4 * PAGE), 64).cache_tokens == 64
+    with pytest.raises(ConfigError) as caught:
+        size(on_card(4 * PAGE - 1), 64)
+    assert str(caught.value) == (
+        "VRAM: got 38.48 KiB free on a card, expected at least 38.48 KiB: 29.30 KiB of weights, 2.93 KiB for "
+        "graphs and workspaces, 6.25 KiB of KV cache for one context of 64 tokens (a card with more of it, "
+        "or device cpu, which needs none)"
+    )
+    assert caught.value.field == "VRAM"
+    gib = 1 << 30
+    roomy = Device("cuda:0", "a card", 8 * gib, 8 * gib)
+    with pytest.raises(
+        ConfigError, match=r"\(a smaller kv_cache_bytes or max_step_tokens, which need less, or"
+    ):
+        size(on_card(0, device=roomy, workspace_bytes=gib), cache=7 * gib + 1)
+    with pytest.raises(
+        ConfigError, match=r"\(a smaller max_model_len or max_step_tokens, which need less, or"
+    ):
+        size(on_card(0, device=roomy, workspace_bytes=8 * gib))
+    with pytest.raises(ConfigError) as caught:
+        size(on_card(100 * PAGE, available_bytes=10_499 + 2 * PAGE))
+    assert str(caught.value) == (
+        "memory: got 13.38 KiB available, expected at least 13.38 KiB: 500 bytes of weights, 3.91 KiB of "
+        "experts, 5.86 KiB for the processes, 3.13 KiB of kv_memory_bytes (a smaller kv_memory_bytes, or "
+        "workers on other machines, need less here)"
+    )
+    with pytest.raises(ConfigError, match=r"at most 410, what the 40\.06 KiB of VRAM hold at 100 bytes a"):
+        size(on_card(1024, longest=1000), 411)
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +212,30 @@ def test_what_a_host_needs_of_a_model(demo: Inspection) -> None:
     assert here.expert_bytes * 5 == demo.expert_bytes("fp9") * 6
     assert here.process_bytes == HOST_PROCESS_BYTES + 2 * WORKER_PROCESS_BYTES
     assert here.token_bytes == 4 * 7 * (64 + 16 + 32)
+
+
+def test_what_a_host_with_a_card_needs_of_a_model(demo: Inspection) -> None:
+    card = Device("cuda:0", "a card", 7, 9)
+    options = {"available_bytes": 1, "total_bytes": 2, "num_workers": 1}
+    plain = host_needs(demo, drafts=False, weight_format=None, **options, device=card, max_step_tokens=16)
+    embedding = next(part for part in demo.parts if part.name == "embedding")
+    assert plain.embedding_bytes == embedding.loaded_bytes == embedding.stored_bytes > 0
+    assert embedding.gpu_bytes == 0
+    assert plain.weight_bytes == sum(part.gpu_bytes for part in demo.parts)
+    assert plain.token_bytes == 2 * 6 * (64 + 16 + 32)
+    assert plain.process_bytes == HOST_PROCESS_BYTES + GPU_PROCESS_BYTES + WORKER_PROCESS_BYTES
+    drafting = host_needs(demo, drafts=True, weight_format=None, **options, device=card, max_step_tokens=65)
+    assert drafting.weight_bytes - plain.weight_bytes == demo.draft_gpu_bytes > 0
+    assert drafting.token_bytes == 2 * 7 * (64 + 16 + 32)
+    # Steps of up to 64 rows share the graphs' memory, a longer one has its own.
+    assert drafting.workspace_bytes - plain.workspace_bytes == 4 * demo.step_elements
+    rows = 2 * 64 * demo.step_elements + 4096 * (demo.rotary_elements + 64) + 2 * 64 * demo.vocab_size
+    assert plain.workspace_bytes == (1 << 29) + 4 * rows
+    tied = dataclasses.replace(
+        demo, parts=tuple(dataclasses.replace(part, gpu_bytes=part.stored_bytes) for part in demo.parts)
+    )
+    both = host_needs(tied, drafts=False, weight_format=None, **options, device=card)
+    assert both.embedding_bytes == 0
 
 
 @pytest.mark.parametrize("draft", ["off", "on"])

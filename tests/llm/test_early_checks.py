@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import duckllm.assembly
 import duckllm.llm
 from duckllm import LLM
+from duckllm.device import Device
 from duckllm.errors import ConfigError, DuckError
 
 
@@ -26,6 +29,8 @@ from duckllm.errors import ConfigError, DuckError
         ({"kv_memory_bytes": "-1"}, "kv_memory_bytes: got '-1', expected a size"),
         ({"kv_memory_bytes": None}, "kv_memory_bytes: got None, expected an integer of at least 0"),
         ({"draft": "off", "draft_tokens": 4}, "draft_tokens: got 4, expected nothing with draft off, which"),
+        ({"device": "gpu"}, "device: got 'gpu', expected auto, cpu, cuda, or a card of several: cuda:1"),
+        ({"device": "cuda"}, "device: got 'cuda', expected cpu or auto, as "),
         ({"workers": "two"}, "workers: got 'two', expected name:port"),
         ({"workers": ["a:1", "two"]}, "workers: got 'two', expected name:port"),
         ({"workers": ["a:1"], "threads_per_worker": 4}, "threads_per_worker: got 4, expected nothing with"),
@@ -86,3 +91,39 @@ def test_a_size_that_cannot_be_is_found_before_workers_start_and_weights_are_loa
     with pytest.raises(ConfigError) as caught:
         LLM(demo_folder, workers=workers, **options)
     assert str(caught.value).startswith(message)
+
+
+CARD = Device("cuda:0", "a card", 1 << 30, 2 << 30)
+
+
+def test_a_card_that_has_too_little_vram_is_refused_or_left(
+    demo_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name before workers start; with auto the CPU computes, and it is said why."""
+    asked = []
+
+    def find(name: str) -> Device:
+        asked.append(name)
+        return dataclasses.replace(CARD, free_bytes=1 << 28)
+
+    monkeypatch.setattr(duckllm.assembly, "find_device", find)
+    monkeypatch.setattr(duckllm.llm, "begin_workers", lambda *_: pytest.fail("workers were started"))
+    message = r"VRAM: got 256\.00 MiB free on a card, expected at least 5\d\d\."
+    with pytest.raises(ConfigError, match=message) as caught:
+        LLM(demo_folder, device="cuda:0")
+    with LLM(demo_folder, workers=0, max_model_len=64) as llm:
+        assert not llm.device.is_cuda
+        assert llm.device.why.startswith("VRAM: got 256.00 MiB free on a card, expected at least 5")
+        assert str(llm.memory()).startswith(f"host on CPU ({llm.device.why}): ")
+        assert llm.memory().vram_bytes == 0
+    assert asked == ["cuda:0", "auto"]
+    assert caught.value.exit_code == 2
+
+
+def test_auto_does_not_hide_what_is_wrong_with_other_memory(
+    demo_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(duckllm.assembly, "find_device", lambda _: CARD)
+    monkeypatch.setattr(duckllm.llm, "available_memory_bytes", lambda: 1 << 30)
+    with pytest.raises(ConfigError, match=r"memory: got 1\.00 GiB available, expected at least 1\.3"):
+        LLM(demo_folder, workers=0)

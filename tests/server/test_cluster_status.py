@@ -34,7 +34,7 @@ def test_what_computes_and_where_the_time_goes(server: ServerProcess, demo_folde
     assert server.http.post("/v1/chat/completions", json=BODY).status_code == 200
     now = cluster(server)
     assert now["model"] == {"id": "demo", "context_length": 4096, "weight_format": "fp9"}
-    assert now["host"]["isa"] == select_isa()
+    assert (now["host"]["device"], now["host"]["isa"]) == ("CPU", select_isa())
     assert 60 << 20 < now["host"]["memory_bytes"]["cache_bytes"] <= 64 << 20
     assert set(now["host"]["memory_bytes"]) == {
         *("weight_bytes", "expert_bytes", "process_bytes", "cache_bytes", "tier_bytes")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from duckllm.models.inspection import Inspection
 
 _NODES = (1, 2, 4, 8, 16, 32)
+_COLUMNS = ("stored_bytes", "loaded_bytes", "bytes_per_token", "gpu_bytes")
 _KINDS = {
     "converted": "converted model",
     "checkpoint": "checkpoint",
@@ -81,12 +82,14 @@ def facts_of(model: Inspection) -> dict[str, Any]:
         "stripes": model.num_stripes,
         "max_position_embeddings": model.max_position_embeddings,
         "kv_cache_bytes_per_token": 4 * model.cache_elements_per_token,
+        "gpu_kv_cache_bytes_per_token": 2 * model.cache_elements_per_token,
         "host": {
             part.name: {
                 "weights": part.num_weights,
                 "stored_bytes": part.stored_bytes,
                 "loaded_bytes": part.loaded_bytes,
                 "bytes_per_token": part.read_bytes,
+                "gpu_bytes": part.gpu_bytes,
             }
             for part in model.parts
         },
@@ -115,11 +118,12 @@ def describe(facts: dict[str, Any]) -> str:
         f"hidden size {facts['hidden_size']}, experts {facts['moe_intermediate_size']} wide, "
         f"{facts['stripes']} stripes",
         f"context {facts['max_position_embeddings']} tokens, KV cache "
-        f"{show_size(facts['kv_cache_bytes_per_token'])} a token",
+        f"{show_size(facts['kv_cache_bytes_per_token'])} a token, on a GPU "
+        f"{show_size(facts['gpu_kv_cache_bytes_per_token'])}",
         "",
-        f"{'host':<24}{'weights':>12}{'stored':>12}{'in memory':>12}{'a token':>12}",
+        f"{'host':<24}{'weights':>12}{'stored':>12}{'in memory':>12}{'a token':>12}{'on a GPU':>12}",
     ]
-    total = dict.fromkeys(("weights", "stored_bytes", "loaded_bytes", "bytes_per_token"), 0)
+    total = dict.fromkeys(("weights", *_COLUMNS), 0)
     for name, part in facts["host"].items():
         lines.append(_row(name, part))
         total = {field: total[field] + part[field] for field in total}
@@ -139,5 +143,5 @@ def describe(facts: dict[str, Any]) -> str:
 
 
 def _row(name: str, part: dict[str, int]) -> str:
-    sizes = (part["stored_bytes"], part["loaded_bytes"], part["bytes_per_token"])
-    return f"{name:<24}{part['weights'] / 1e6:>10.1f} M" + "".join(f"{show_size(size):>12}" for size in sizes)
+    sizes = "".join(f"{show_size(part[column]):>12}" for column in _COLUMNS)
+    return f"{name:<24}{part['weights'] / 1e6:>10.1f} M{sizes}"

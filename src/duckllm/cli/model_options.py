@@ -1,4 +1,4 @@
-"""Options of every verb that loads a model: workers, KV cache, guesses, lanes. Declared once.
+"""Options of every verb that loads a model: workers, device, KV cache, guesses, lanes. Declared once.
 
 Used by the verbs that chat and serve; :func:`takes_model_options` puts them into a verb's command line.
 """
@@ -17,6 +17,7 @@ from duckllm.cli.common import parse_shares, parse_workers
 from duckllm.cluster import check_cluster
 from duckllm.cluster.token import read_token
 from duckllm.config import ClusterConfig, parse_size
+from duckllm.device import check_device
 from duckllm.errors import ConfigError
 
 ModelArgument = Annotated[
@@ -30,7 +31,7 @@ ModelArgument = Annotated[
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What the command line says of a model's workers, memory and steps."""
+    """What the command line says of a model's workers, device, memory and steps."""
 
     workers: Annotated[
         str | None,
@@ -49,6 +50,13 @@ class ModelOptions:
             show_default=False,
         ),
     ] = None
+    device: Annotated[
+        str,
+        typer.Option(
+            help="What computes everything but the experts: cpu, cuda (cuda:1 for another card), or auto: a "
+            "GPU, where there is one that holds it."
+        ),
+    ] = "auto"
     max_model_len: Annotated[
         int | None,
         typer.Option(
@@ -171,11 +179,13 @@ class ModelOptions:
             ConfigError: A value is of the wrong kind or out of range.
             MissingPackageError: Ray is asked for and not installed.
         """
+        check_device(self.device)
         sizes = {name: getattr(self, name) for name in ("kv_cache_bytes", "kv_memory_bytes", "kv_disk_bytes")}
         parsed = {name: None if text is None else parse_size(name, text) for name, text in sizes.items()}
         return {
             **self._cluster_arguments(),
             **parsed,
+            "device": self.device,
             "kv_disk_dir": kv_disk_dir or self.kv_disk_dir,
             "draft": self.draft,
             "draft_tokens": self.draft_tokens,

@@ -14,12 +14,15 @@ import typer
 
 from duckllm.cli.common import Waiting, parse_shares, parse_workers
 from duckllm.config import MAX_STEP_TOKENS, MAX_WORKERS, WEIGHT_FORMATS, show_size
+from duckllm.device import check_device
 from duckllm.errors import ConfigError, PlacementError
 
 if TYPE_CHECKING:
+    from duckllm.device import Device
+    from duckllm.engine.cache_size import HostMemory
     from duckllm.models.inspection import Inspection
     from duckllm.moe.fit import Node
-    from duckllm.plan import ClusterPlan
+    from duckllm.plan import ClusterPlan, HostPlan
 
 _GIB = 1 << 30
 _SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*(?:g|gb|gib)?", re.IGNORECASE)
@@ -84,7 +87,21 @@ def plan(
     ] = None,
     host_speed: Annotated[
         float | None,
-        typer.Option(help="GB/s that the host reads from memory.", show_default=False),
+        typer.Option(help="GB/s that the host reads from memory, or its GPU from VRAM.", show_default=False),
+    ] = None,
+    device: Annotated[
+        str,
+        typer.Option(
+            help="What computes the host's part: cpu, cuda (cuda:1 for another card), or auto: the GPU of "
+            "--vram, or one of this machine that holds it."
+        ),
+    ] = "auto",
+    vram: Annotated[
+        str | None,
+        typer.Option(
+            help="VRAM of the host's GPU in GiB, of one that is not here; by default of the one that is.",
+            show_default=False,
+        ),
     ] = None,
     max_model_len: Annotated[
         int | None,
@@ -108,10 +125,12 @@ def plan(
 
     An error where it does not fit. Each node's system keeps 1 GiB of its memory. Nodes get shares of the
     weights in proportion to their speeds, where these are given and differ by more than 15 %, and no more
-    than their memory holds; else even ones.
+    than their memory holds; else even ones. With a GPU the host's weights and KV cache, as much as at a
+    start, are counted against its VRAM.
     """
+    from duckllm.assembly import choose_device
     from duckllm.models.inspection import inspect_model
-    from duckllm.plan import plan_on
+    from duckllm.plan import plan_host_part, plan_on
     from duckllm.weights.resolve import find_model
 
     facts: dict[str, list[Any]] = {
@@ -121,6 +140,7 @@ def plan(
         "round_trip_us": _parse_numbers("round_trip_us", round_trip_us, "microseconds, or each node's"),
     }
     host_bytes = None if host_memory is None else _parse_memory("host_memory", host_memory)[0]
+    card = _parse_card(device, vram)
     asked = None if workers is None else parse_workers(workers)
     if isinstance(asked, tuple):
         for field, value in (
@@ -147,6 +167,10 @@ def plan(
         "drafts": draft == "auto" and found.num_mtp_layers > 0,
         "host_bytes": host_bytes,
     }
+    host_options = {name: value for name, value in options.items() if name != "weight_format"}
+    options["device"] = card or choose_device(
+        device, lambda on: plan_host_part(found, **host_options, device=on).memory
+    )
     if isinstance(asked, tuple):
         with Waiting("Asking the workers"):
             nodes = _ask_workers(found, asked, token_file)
@@ -235,9 +259,21 @@ def _parse_memory(field: str, text: str) -> list[int]:
     sizes = [float(match.group(1)) for match in parts if match is not None]
     if len(sizes) != len(parts) or not all(sizes):
         raise ConfigError(field, text, "GiB of a node, or of each: 16 or 16,16,32")
-    if field == "host_memory" and len(sizes) > 1:
-        raise ConfigError(field, text, "GiB of one host")
+    if field in ("host_memory", "vram") and len(sizes) > 1:
+        raise ConfigError(field, text, f"GiB of one {'host' if field == 'host_memory' else 'card'}")
     return [int(size * _GIB) for size in sizes]
+
+
+def _parse_card(device: str, vram: str | None) -> Device | None:
+    """A card that is described; None for one that is to be looked for."""
+    from duckllm.engine.cache_size import card_of
+
+    check_device(device)
+    if vram is None:
+        return None
+    if device == "cpu":
+        raise ConfigError("vram", vram, "nothing with device cpu")
+    return card_of(_parse_memory("vram", vram)[0])
 
 
 def _parse_numbers(field: str, text: str | None, expected: str) -> list[float]:
@@ -277,12 +313,14 @@ def facts_of(path: str, plan: ClusterPlan) -> dict[str, Any]:
         "host_us": plan.host_us,
         "ceiling_tokens_per_s": plan.ceiling_tokens_per_s,
         "host": {
+            "device": host.device.title,
             "weight_bytes": host.weight_bytes,
             "bytes_per_token": plan.host_read_bytes,
             "kv_cache_bytes": host.cache_bytes,
             "kv_cache_tokens": host.cache_tokens,
             "need_bytes": host.need_bytes,
             "have_bytes": plan.host.have_bytes,
+            "vram": _facts_of_vram(host) if host.device.is_cuda else None,
         },
         "workers": [
             {
@@ -305,13 +343,22 @@ def facts_of(path: str, plan: ClusterPlan) -> dict[str, Any]:
     }
 
 
+def _facts_of_vram(host: HostMemory) -> dict[str, int]:
+    return {
+        "weight_bytes": host.weight_bytes,
+        "workspace_bytes": host.workspace_bytes,
+        "kv_cache_bytes": host.cache_bytes,
+        "need_bytes": host.vram_bytes,
+        "have_bytes": host.device.free_bytes,
+        "total_bytes": host.device.total_bytes,
+    }
+
+
 def describe(facts: dict[str, Any], plan: ClusterPlan) -> str:
     """The plan for people."""
     from duckllm.moe.fit import table_of, words_on_repeats
 
     count = len(plan.nodes)
-    host = facts["host"]
-    have = "" if host["have_bytes"] is None else f"; it has {show_size(host['have_bytes'])}"
     lines = [
         f"{facts['model']}: experts in {facts['format']}, {show_size(facts['expert_bytes_per_token'])} of "
         f"them read for each token, over {count} {'node' if count == 1 else 'nodes'}; "
@@ -319,13 +366,39 @@ def describe(facts: dict[str, Any], plan: ClusterPlan) -> str:
         "",
         table_of(plan.nodes),
         "",
-        f"host: {show_size(host['need_bytes'])}: {show_size(host['weight_bytes'])} of weights, "
-        f"{show_size(host['kv_cache_bytes'])} of KV cache for {host['kv_cache_tokens']} tokens, "
-        "the process itself" + have,
+        *_describe_host(plan.host),
         *_describe_speed(plan),
     ]
     repeats = words_on_repeats([node.node.isa for node in plan.nodes])
     return "\n".join([*lines, repeats] if repeats else lines)
+
+
+def _describe_host(host: HostPlan) -> list[str]:
+    """What the host's memory goes to, and its GPU's, if it has one, in a table."""
+    memory = host.memory
+    have = "" if host.have_bytes is None else f"; it has {show_size(host.have_bytes)}"
+    cache = f"KV cache for {memory.cache_tokens} tokens"
+    if not memory.device.is_cuda:
+        return [
+            f"host: {show_size(memory.need_bytes)}: {show_size(memory.weight_bytes)} of weights, "
+            f"{show_size(memory.cache_bytes)} of {cache}, the process itself{have}"
+        ]
+    rows = [
+        ("weights", memory.weight_bytes),
+        (cache, memory.cache_bytes),
+        ("graphs and workspaces", memory.workspace_bytes),
+        ("together", memory.vram_bytes),
+        ("free before", memory.device.free_bytes),
+    ]
+    first = f"VRAM of {memory.device.title}"
+    width = max(len(first), *(len(name) for name, _ in rows))
+    return [
+        first,
+        *(f"{name:<{width}}  {show_size(num_bytes):>12}" for name, num_bytes in rows),
+        "",
+        f"host: {show_size(memory.need_bytes)}: {show_size(memory.embedding_bytes)} of weights, "
+        f"the process itself{have}",
+    ]
 
 
 def _describe_speed(plan: ClusterPlan) -> list[str]:

@@ -2,7 +2,7 @@
 
 Called by ``duckllm inspect`` and by the planner. Takes a converted model, a checkpoint, or a folder with
 nothing but ``config.json``; reads no weights. What the host keeps of a tensor is what the layers of
-:mod:`duckllm.layers` make of it on a CPU.
+:mod:`duckllm.layers` make of it on a CPU, or on a GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from duckllm.errors import ModelNotFoundError
 from duckllm.weights.architectures import layout_of
@@ -24,6 +24,9 @@ from duckllm.weights.manifest import MANIFEST_FILE, Manifest
 from duckllm.weights.safetensors_file import DTYPE_BYTES, TensorInfo, read_header
 from duckllm.weights.scales import PER_CHANNEL
 from duckllm.weights.tensor_check import find_tensors
+
+if TYPE_CHECKING:
+    from duckllm.models.config import ModelConfig
 
 # The host's tensors by the first of these that a name holds.
 _PARTS = (
@@ -49,7 +52,8 @@ class Part:
         num_weights: Numbers in its tensors, scales not counted.
         stored_bytes: In the files, scales included.
         loaded_bytes: In a CPU host's memory; 0 for what it does not load.
-        read_bytes: Read for each token.
+        read_bytes: Of that, read for each token.
+        gpu_bytes: In the VRAM of a host's GPU; 0 for what is not there.
     """
 
     name: str
@@ -57,6 +61,7 @@ class Part:
     stored_bytes: int
     loaded_bytes: int
     read_bytes: int
+    gpu_bytes: int
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,12 @@ class Inspection:
         cache_elements_per_token: Numbers that the KV cache holds for one token.
         draft_bytes: What a CPU host that drafts loads of the layer of multi-token prediction.
         draft_cache_elements: Numbers that the KV cache holds for one token of that layer.
+        draft_gpu_bytes: What a host with a GPU loads of that layer.
+        step_elements: Numbers that a step computes of one of its tokens in a layer, of which a GPU holds most
+            at a time.
+        rotary_elements: Cosines and sines of one position.
+        has_indexer: Whether layers select what they attend to.
+        vocab_size: V.
     """
 
     folder: Path
@@ -90,6 +101,11 @@ class Inspection:
     cache_elements_per_token: int
     draft_bytes: int
     draft_cache_elements: int
+    draft_gpu_bytes: int
+    step_elements: int
+    rotary_elements: int
+    has_indexer: bool
+    vocab_size: int
 
     @property
     def num_moe_layers(self) -> int:
@@ -163,6 +179,7 @@ def inspect_model(folder: Path) -> Inspection:
 
     parsed = load_config(folder)
     has_draft_layer = found.layout.num_layers > parsed.num_hidden_layers
+    draft_bytes = _draft_bytes(found.layout, found.host, parsed.num_hidden_layers)
     return Inspection(
         folder=folder,
         kind=found.kind,
@@ -171,11 +188,16 @@ def inspect_model(folder: Path) -> Inspection:
         dtype=found.dtype,
         scale_layout=found.scale_layout,
         weight_format=found.weight_format,
-        parts=_parts(found.layout, found.host, parsed.num_hidden_layers),
+        parts=_parts(found.layout, found.host, parsed),
         max_position_embeddings=parsed.max_position_embeddings,
         cache_elements_per_token=parsed.cache_elements_per_token,
-        draft_bytes=_draft_bytes(found.layout, found.host, parsed.num_hidden_layers),
+        draft_bytes=draft_bytes[0],
         draft_cache_elements=sum(draft_attention(parsed).cache_widths) if has_draft_layer else 0,
+        draft_gpu_bytes=draft_bytes[1],
+        step_elements=_step_elements(parsed),
+        rotary_elements=2 * parsed.rotary.inv_freq.numel(),
+        has_indexer=_has_indexer(parsed),
+        vocab_size=parsed.vocab_size,
     )
 
 
@@ -220,11 +242,11 @@ def _read_configuration(folder: Path) -> _Found:
     return _Found("configuration", layout, _assumed_host(folder, layout, dtype, wide), dtype, kept)
 
 
-def _parts(layout: ModelLayout, tensors: Iterable[TensorInfo], num_layers: int) -> tuple[Part, ...]:
-    sums = {name: [0, 0, 0, 0] for name in ORDER}
+def _parts(layout: ModelLayout, tensors: Iterable[TensorInfo], config: ModelConfig) -> tuple[Part, ...]:
+    sums = {name: [0, 0, 0, 0, 0] for name in ORDER}
     for info in tensors:
         layer = layout.layer_of(info.name)
-        is_mtp = layer is not None and layer >= num_layers
+        is_mtp = layer is not None and layer >= config.num_hidden_layers
         name = MTP if is_mtp else _part_of(info.name)
         loaded = 0 if is_mtp else _loaded_bytes(info, name)
         entry = sums[name]
@@ -232,18 +254,25 @@ def _parts(layout: ModelLayout, tensors: Iterable[TensorInfo], num_layers: int) 
         entry[1] += info.num_bytes
         entry[2] += loaded
         entry[3] += 0 if name == "embedding" else loaded
+        # Of the embedding a row is read for each token: only where it is the head too is it on the GPU.
+        is_there = not is_mtp and (name != "embedding" or config.tie_word_embeddings)
+        entry[4] += _gpu_bytes(info, name) if is_there else 0
     return tuple(Part(name, *values) for name, values in sums.items() if values[1])
 
 
-def _draft_bytes(layout: ModelLayout, tensors: Iterable[TensorInfo], layer: int) -> int:
-    """What is loaded of the layer of multi-token prediction, whose embedding and head are the model's."""
-    return sum(
-        _loaded_bytes(info, _part_of(info.name))
+def _draft_bytes(layout: ModelLayout, tensors: Iterable[TensorInfo], layer: int) -> tuple[int, int]:
+    """What is loaded of the layer of multi-token prediction, whose embedding and head are the model's.
+
+    On a CPU, and on a GPU.
+    """
+    own = [
+        (info, _part_of(info.name))
         for info in tensors
         if layout.layer_of(info.name) == layer
         and "embed_tokens" not in info.name
         and "shared_head.head" not in info.name
-    )
+    ]
+    return sum(_loaded_bytes(*each) for each in own), sum(_gpu_bytes(*each) for each in own)
 
 
 def _part_of(name: str) -> str:
@@ -263,6 +292,41 @@ def _loaded_bytes(info: TensorInfo, part: str) -> int:
     ):
         return info.num_bytes
     return 4 * math.prod(info.shape)
+
+
+def _gpu_bytes(info: TensorInfo, part: str) -> int:
+    """What a host with a GPU keeps of a tensor there: FP8 and BF16 matrices as they are, the rest as f32."""
+    is_matrix = len(info.shape) == 2 and part != "norms" and not _is_scale(info.name)
+    if is_matrix and info.dtype in (FP8, "BF16"):
+        return info.num_bytes
+    return 4 * math.prod(info.shape)
+
+
+def _step_elements(config: ModelConfig) -> int:
+    """What a token's way through the widest layer makes, in numbers, each counted once."""
+    from duckllm.layers.mla import MLAShape
+
+    shared = config.shared.intermediate_size if config.shared else 0
+    # The residual, both norms, the outputs of attention, experts and MLP; gate, up and their product.
+    around = 6 * config.hidden_size + 3 * max(config.intermediate_size, shared)
+    widest = 0
+    for shape in config.attention:
+        if isinstance(shape, MLAShape):
+            query = shape.qk_nope_head_dim + shape.qk_rope_head_dim
+            absorbed = shape.kv_lora_rank + shape.qk_rope_head_dim
+            heads = shape.num_heads * (query + absorbed + shape.kv_lora_rank + shape.v_head_dim)
+            indexer = shape.indexer
+            selection = indexer.num_heads * indexer.head_dim + indexer.topk if indexer else 0
+            widest = max(widest, heads + selection)
+        else:  # queries, what is attended to, keys and values
+            widest = max(widest, 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim)
+    return around + widest
+
+
+def _has_indexer(config: ModelConfig) -> bool:
+    from duckllm.layers.mla import MLAShape
+
+    return any(isinstance(shape, MLAShape) and shape.indexer for shape in config.attention)
 
 
 def _assumed_mtp(folder: Path, config: Mapping[str, Any]) -> dict[str, TensorInfo]:

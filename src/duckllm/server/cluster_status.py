@@ -33,8 +33,12 @@ class ModelStatus(BaseModel):
 
 
 class HostStatus(BaseModel):
-    """The server's own machine: what its memory goes to, as it was decided, and its instruction set."""
+    """The server's own machine.
 
+    What computes everything but the experts, what memory goes to, as it was decided, and its instruction set.
+    """
+
+    device: Annotated[str, Field(description="CPU, or the name of a GPU, which weights and KV cache are on.")]
     memory_bytes: dict[str, int]
     isa: str
 
@@ -114,7 +118,7 @@ def router(service: ChatService, model: ServedModel) -> APIRouter:
                 context_length=llm.max_model_len,
                 weight_format=llm.cluster_info().weight_format,
             ),
-            host=HostStatus(memory_bytes=_memory(llm), isa=select_isa()),
+            host=HostStatus(device=llm.device.title, memory_bytes=_memory(llm), isa=select_isa()),
             workers=_workers(llm.cluster_info(), times),
             layers=list(times.layers),
             compute_us=[list(each) for each in times.compute_us],
@@ -129,7 +133,8 @@ def router(service: ChatService, model: ServedModel) -> APIRouter:
 
 def _memory(llm: LLM) -> dict[str, int]:
     memory = dataclasses.asdict(llm.memory())
-    return {name: value for name, value in memory.items() if name.endswith("_bytes")}
+    left_out = () if llm.device.is_cuda else ("embedding_bytes", "workspace_bytes")
+    return {name: memory[name] for name in memory if name.endswith("_bytes") and name not in left_out}
 
 
 def _workers(info: ClusterInfo, times: WorkerTimes) -> list[WorkerStatus]:

@@ -18,6 +18,7 @@ const PARTS = {
 const MEMORY = {
   weight_bytes: "weights", expert_bytes: "experts on this machine", process_bytes: "the processes themselves",
   cache_bytes: "KV cache", tier_bytes: "what leaves the KV cache",
+  embedding_bytes: "embedding, in CPU memory", workspace_bytes: "graphs and workspaces on the GPU",
 };
 const COLUMNS = ["Worker", "State", "Share", "Weights", "Computes with", "Connection", "Round trip", "Compute", "Losses"];
 
@@ -130,7 +131,8 @@ export class ClusterView {
     this.content.hidden = false;
     this.content.classList.remove("old");
     const { model, host, workers, layers, engine, requests } = data;
-    setText($("cluster-model"), `${model.id}, ${model.weight_format}, ${count(workers.length, "worker")}, host ${host.isa}`);
+    const where = (host.device ?? "CPU") === "CPU" ? host.isa : `${host.device}, ${host.isa}`;
+    setText($("cluster-model"), `${model.id}, ${model.weight_format}, ${count(workers.length, "worker")}, host ${where}`);
     this.showRate(data);
     this.showTiles(engine, requests, data.uptime_s);
     setText(this.stepTitle, engine.window_steps ? `${seconds(engine.step_s)}, mean of the last ${count(engine.window_steps, "step")}` : "No step yet");
