@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from duckllm import _native
 from duckllm.bench.machine import commit, cpu_name
 from duckllm.config import available_cores
-from duckllm.layers.runtime import LinearRuntime, PackedWeight
+from duckllm.layers.cpu_runtime import CpuRuntime
+from duckllm.layers.cpu_weights import PackedWeight
 
 SAMPLE_S = 1e-3
 Way = Callable[[], object]
@@ -103,7 +104,7 @@ def softmax_route(num_rows: int, num_experts: int) -> tuple[Way, Way]:
     return old, new
 
 
-def router_matrix(runtime: LinearRuntime) -> Callable[[int, int], tuple[Way, Way]]:
+def router_matrix(runtime: CpuRuntime) -> Callable[[int, int], tuple[Way, Way]]:
     def make(num_rows: int, size: int) -> tuple[Way, Way]:
         x, weight = torch.randn(num_rows, size), torch.randn(256, size)
         packed = PackedWeight.pack(weight, None, runtime.fp8_format)
@@ -139,7 +140,7 @@ def main() -> None:
         "route by sigmoid, 8 groups": (sigmoid_route, (128, 256)),
         "route by softmax": (softmax_route, (128, 256)),
         "router's f32 matrix, 256 outputs": (
-            router_matrix(LinearRuntime.new(7168, arguments.threads)),
+            router_matrix(CpuRuntime.new(7168, arguments.threads)),
             (2048, 7168),
         ),
     }

@@ -34,7 +34,7 @@ from duckllm import _native
 from duckllm.bench.ceilings import FEWEST_REPEATS, Ceiling, fma_ceilings, read_ceiling
 from duckllm.bench.machine import commit, cpu_name
 from duckllm.config import available_cores
-from duckllm.layers.runtime import LinearRuntime
+from duckllm.layers.cpu_runtime import CpuRuntime
 from duckllm.layers.step import LayerCache, SequenceStep, StepContext, new_layer_cache
 
 COLD_BYTES = 256 << 20  # of the caches that take turns
@@ -79,7 +79,7 @@ KINDS = (
 class Case:
     """Rows at the end of a context, over several caches in turn."""
 
-    def __init__(self, kind: Kind, rows: int, context: int, runtime: LinearRuntime) -> None:
+    def __init__(self, kind: Kind, rows: int, context: int, runtime: CpuRuntime) -> None:
         self.kind, self.rows, self.context, self.runtime = kind, rows, context, runtime
         generator = torch.Generator().manual_seed(0)
         self.q = torch.randn(rows, kind.heads, kind.key_dim, generator=generator)
@@ -283,7 +283,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=[kind.name for kind in KINDS])
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    runtime = LinearRuntime.new(64, arguments.threads)
+    runtime = CpuRuntime.new(64, arguments.threads)
     read, fma = ceilings(arguments.threads)
     print(f"{cpu_name()}, {available_cores()} cores, {arguments.threads} threads, {runtime.native.isa}:")
     print(f"{read:.1f} GB/s of plain read, {fma:.0f} GFLOP/s of multiply-adds")

@@ -70,6 +70,13 @@ def select_topk(scores: torch.Tensor, topk: int) -> torch.Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, True)
 
 
+def queries(indexer: Indexer, q_latent: torch.Tensor, step: StepContext) -> torch.Tensor:
+    """The index queries of a step, rotated: [T, heads, D]."""
+    q = indexer.query(q_latent).view(-1, indexer.shape.num_heads, indexer.shape.head_dim)
+    indexer.rotate(q[..., : indexer.rope_dim], step.cos, step.sin, q[..., : indexer.rope_dim])
+    return q
+
+
 def replaced(chosen: torch.Tensor, other: torch.Tensor) -> tuple[int, int]:
     """Of the selected tokens, how many another selection lacks, and how many there are."""
     return int((chosen & ~other).sum()), int(chosen.sum())
@@ -99,7 +106,7 @@ def main() -> None:
         selection = original(self, x, q_latent, step, cache)
         first, keys = step.sequences[0].start, cache[: step.sequences[0].stop]
         visible = torch.arange(keys.shape[0]) <= torch.arange(first, keys.shape[0])[:, None]
-        q, k = self.queries(q_latent, step.cos, step.sin).double(), keys.double()
+        q, k = queries(self, q_latent, step).double(), keys.double()
         weights = self.head_weights(x).double()
 
         def select(change: Change) -> torch.Tensor:

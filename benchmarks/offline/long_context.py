@@ -35,10 +35,10 @@ from decode import bytes_per_token, read_gb_per_s
 
 from duckllm.bench.machine import commit, cpu_name
 from duckllm.config import available_cores
+from duckllm.layers.cpu_runtime import CpuRuntime
 from duckllm.layers.indexer import IndexerShape
 from duckllm.layers.mla import MLAShape, MLAttention
 from duckllm.layers.rope import RotaryTable
-from duckllm.layers.runtime import LinearRuntime
 from duckllm.layers.step import SequenceStep, StepContext
 from duckllm.models.causal_lm import CausalLM
 from duckllm.models.registry import load_config, load_model
@@ -103,7 +103,7 @@ def wide_attention(is_sparse: bool) -> MLAttention:
         rope_interleave=True,
         indexer=indexer if is_sparse else None,
     )
-    runtime = LinearRuntime.new(max(WIDE["hidden_size"], shape.max_in_features), 1)
+    runtime = CpuRuntime.new(max(WIDE["hidden_size"], shape.max_in_features), 1)
     return MLAttention(RandomTensors(), PREFIX, shape, runtime)  # type: ignore[arg-type]
 
 

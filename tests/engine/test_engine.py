@@ -39,7 +39,7 @@ class FailingExperts(TorchExperts):
             return self
         return super().submit(*step)
 
-    def wait(self) -> torch.Tensor:
+    def wait(self, shared: torch.Tensor | None = None) -> torch.Tensor:
         raise self.error
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from duckllm.layers.cpu_runtime import CpuRuntime
 from duckllm.layers.gqa import GQAShape, GQAttention
 from duckllm.layers.rope import RotaryTable
-from duckllm.layers.runtime import LinearRuntime
 from duckllm.layers.step import SequenceStep, StepContext
 from support.experts import DictTensors
 
@@ -46,7 +46,7 @@ def make_tensors(shape: GQAShape) -> dict[str, torch.Tensor]:
 
 
 def make_layer(shape: GQAShape) -> GQAttention:
-    runtime = LinearRuntime.new(shape.max_in_features, 1)
+    runtime = CpuRuntime.new(shape.max_in_features, 1)
     return GQAttention(DictTensors(make_tensors(shape)), "a", shape, runtime)
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from duckllm.errors import CheckpointError, ConfigError
+from duckllm.layers.cpu_runtime import CpuRuntime
 from duckllm.layers.linear import GatedMLP, Linear
-from duckllm.layers.runtime import LinearRuntime
 from duckllm.weights.host_tensors import dequantise
 from duckllm.weights.scales import ScaleGrid
 from support.experts import DictTensors
@@ -16,8 +16,8 @@ KINDS = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
 @pytest.fixture(scope="module")
-def runtime() -> LinearRuntime:
-    return LinearRuntime.new(512, 2)
+def runtime() -> CpuRuntime:
+    return CpuRuntime.new(512, 2)
 
 
 def stored(name: str, shape: tuple[int, int], kind: str, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -40,7 +40,7 @@ def dense(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
 @pytest.mark.parametrize("factor", [1.0, 0.125, 0.3])
 @pytest.mark.parametrize("num_rows", [1, 11])
 def test_the_product_has_its_factor_and_its_bias(
-    runtime: LinearRuntime, kind: str, factor: float, num_rows: int
+    runtime: CpuRuntime, kind: str, factor: float, num_rows: int
 ) -> None:
     tensors = stored("a", (70, 300), kind) | {"a.bias": torch.linspace(-3, 3, 70)}
     layer = Linear.load(DictTensors(tensors), "a", 70, 300, bias=True, runtime=runtime, factor=factor)
@@ -57,7 +57,7 @@ def test_the_product_has_its_factor_and_its_bias(
 )
 @pytest.mark.parametrize("intermediate", [128, 100])
 def test_gated_mlp_rows_are_the_same_bits_in_any_company(
-    runtime: LinearRuntime, gate_kind: str, up_kind: str, intermediate: int
+    runtime: CpuRuntime, gate_kind: str, up_kind: str, intermediate: int
 ) -> None:
     """Sizes whose scale blocks can and cannot be joined, and types that can and cannot."""
     tensors = (
@@ -77,7 +77,7 @@ def test_gated_mlp_rows_are_the_same_bits_in_any_company(
 
 
 @pytest.mark.parametrize("with_gate", [False, True])
-def test_gated_mlp_is_down_of_silu_gate_times_up(runtime: LinearRuntime, with_gate: bool) -> None:
+def test_gated_mlp_is_down_of_silu_gate_times_up(runtime: CpuRuntime, with_gate: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     gate, up = torch.randn(6, 4, generator=generator), torch.randn(6, 4, generator=generator)
     down, output_gate = torch.randn(4, 6, generator=generator), torch.randn(1, 4, generator=generator)
@@ -95,17 +95,17 @@ def test_gated_mlp_is_down_of_silu_gate_times_up(runtime: LinearRuntime, with_ga
 def test_an_unknown_instruction_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DUCK_FORCE_ISA", "sse9")
     with pytest.raises(ConfigError, match="DUCK_FORCE_ISA: got 'sse9', expected one of scalar"):
-        LinearRuntime.new(64, 1)
+        CpuRuntime.new(64, 1)
 
 
-def test_nan_weights_name_their_tensor(runtime: LinearRuntime) -> None:
+def test_nan_weights_name_their_tensor(runtime: CpuRuntime) -> None:
     tensors = stored("a", (4, 8), "fp8")
     tensors["a.weight"].view(torch.uint8)[1, 2] = 0x7F
     with pytest.raises(CheckpointError, match=r"^a\.weight: got 1 NaN bytes \(0x7f, 0xff\), expected none$"):
         Linear.load(DictTensors(tensors), "a", 4, 8, runtime=runtime)
 
 
-def test_a_wrong_shape_names_the_tensor_and_both_shapes(runtime: LinearRuntime) -> None:
+def test_a_wrong_shape_names_the_tensor_and_both_shapes(runtime: CpuRuntime) -> None:
     tensors = DictTensors({"a.weight": torch.zeros(3, 4), "a.bias": torch.zeros(2)})
     with pytest.raises(CheckpointError, match=r"^a\.weight: got shape \[3, 4\], expected \[4, 3\]"):
         Linear.load(tensors, "a", 4, 3, runtime=runtime)
@@ -113,17 +113,17 @@ def test_a_wrong_shape_names_the_tensor_and_both_shapes(runtime: LinearRuntime) 
         Linear.load(tensors, "a", 3, 4, bias=True, runtime=runtime)
 
 
-def test_a_weight_of_whole_numbers_is_refused(runtime: LinearRuntime) -> None:
+def test_a_weight_of_whole_numbers_is_refused(runtime: CpuRuntime) -> None:
     tensors = DictTensors({"a.weight": torch.zeros(3, 4, dtype=torch.int8)})
     with pytest.raises(CheckpointError, match=r"^a\.weight: got torch\.int8, expected a floating type$"):
         Linear.load(tensors, "a", 3, 4, runtime=runtime)
 
 
-def test_both_formats_of_an_fp8_weight_give_the_same_bits(runtime: LinearRuntime) -> None:
+def test_both_formats_of_an_fp8_weight_give_the_same_bits(runtime: CpuRuntime) -> None:
     tensors = DictTensors(stored("a", (40, 200), "fp8"))
     x = torch.randn(3, 200, generator=torch.Generator().manual_seed(1))
     results = [
-        Linear.load(tensors, "a", 40, 200, runtime=LinearRuntime(runtime.native, weight_format))(x)
+        Linear.load(tensors, "a", 40, 200, runtime=CpuRuntime(runtime.native, weight_format))(x)
         for weight_format in ("fp8", "fp9")
     ]
     assert torch.equal(*results)

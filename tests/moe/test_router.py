@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
+from duckllm.layers.cpu_runtime import CpuRuntime
 from duckllm.layers.linear import Linear
-from duckllm.layers.runtime import LinearRuntime
 from duckllm.moe.router import Gate, GroupLimitedRouter, SigmoidRouting, SoftmaxRouter, SoftmaxRouting
 from support.experts import DictTensors
 
 HIDDEN, EXPERTS = 24, 16
-RUNTIME = LinearRuntime.new(HIDDEN, 1)
+RUNTIME = CpuRuntime.new(HIDDEN, 1)
 
 
 def random_weight() -> torch.Tensor:
@@ -20,16 +20,17 @@ def random_weight() -> torch.Tensor:
 
 def gate_of(weight: torch.Tensor) -> Gate:
     tensors = DictTensors({"gate.weight": weight})
-    return Linear.load(tensors, "gate", EXPERTS, HIDDEN, runtime=RUNTIME).product
+    return Linear.load(tensors, "gate", EXPERTS, HIDDEN, runtime=RUNTIME)
 
 
 def make_router(num_groups: int = 4, topk_group: int = 2, normalize: bool = True) -> GroupLimitedRouter:
     return GroupLimitedRouter(
         gate_of(random_weight()),
-        0.4 * torch.randn(EXPERTS, generator=torch.Generator().manual_seed(6)),
+        (0.4 * torch.randn(EXPERTS, generator=torch.Generator().manual_seed(6))).numpy(),
         SigmoidRouting(
             num_groups=num_groups, topk_group=topk_group, top_k=3, normalize=normalize, scaling_factor=2.5
         ),
+        RUNTIME,
     )
 
 
@@ -98,7 +99,7 @@ def test_a_row_does_not_see_the_other_rows() -> None:
 
 
 def make_softmax_router(normalize: bool) -> SoftmaxRouter:
-    return SoftmaxRouter(gate_of(random_weight()), SoftmaxRouting(top_k=3, normalize=normalize))
+    return SoftmaxRouter(gate_of(random_weight()), SoftmaxRouting(top_k=3, normalize=normalize), RUNTIME)
 
 
 def route_one_by_softmax(router: SoftmaxRouter, x: list[float]) -> list[tuple[int, float]]:

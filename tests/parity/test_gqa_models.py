@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from duckllm.layers import gqa
+from duckllm.layers import cpu_runtime
+from duckllm.layers.cpu_runtime import CpuRuntime
 from duckllm.layers.gqa import GQAttention
-from duckllm.layers.rope import RotaryTable, rotate_interleaved
+from duckllm.layers.rope import RotaryTable, rotate_half_split, rotate_interleaved
 from duckllm.models.causal_lm import CausalLM, MoEBlock
 from duckllm.moe.router import SoftmaxRouter
 from duckllm.weights.architectures import layout_of
@@ -187,26 +188,38 @@ def moe_blocks(model: CausalLM) -> list[MoEBlock]:
 
 
 def interleaved_rope(model: CausalLM, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(gqa, "rotate_half_split", rotate_interleaved)
+    patch.setattr(cpu_runtime, "rotate_half_split", rotate_interleaved)
 
 
 def last_dimensions_rotated(model: CausalLM, patch: pytest.MonkeyPatch) -> None:
-    original = GQAttention._rotate
-    patch.setattr(GQAttention, "_rotate", lambda self, x, step: original(self, x.flip(-1), step).flip(-1))
+    def rotate_last(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        offset = x.storage_offset() + x.stride(-2) - x.shape[-1]
+        part = x.as_strided(x.shape, x.stride(), offset)
+        return rotate_half_split(part, cos, sin, part)
+
+    patch.setattr(cpu_runtime, "rotate_half_split", rotate_last)
 
 
 def attention_scaling_dropped(model: CausalLM, patch: pytest.MonkeyPatch) -> None:
     model.rotary = RotaryTable(model.config.rotary.inv_freq, 1.0, model.max_tokens)
 
 
+def leave_out_norm(model: CausalLM, patch: pytest.MonkeyPatch, number: int) -> None:
+    left_out = {id(layer.norms[number]) for layer in attentions(model) if layer.norms is not None}
+    rms_norm = CpuRuntime.rms_norm
+
+    def norm(self: CpuRuntime, x: torch.Tensor, weight: Any, eps: float) -> torch.Tensor:
+        return x.contiguous() if id(weight) in left_out else rms_norm(self, x, weight, eps)
+
+    patch.setattr(CpuRuntime, "rms_norm", norm)
+
+
 def query_norm_missing(model: CausalLM, patch: pytest.MonkeyPatch) -> None:
-    for layer in attentions(model):
-        layer.q_norm = None
+    leave_out_norm(model, patch, 0)
 
 
 def key_norm_missing(model: CausalLM, patch: pytest.MonkeyPatch) -> None:
-    for layer in attentions(model):
-        layer.k_norm = None
+    leave_out_norm(model, patch, 1)
 
 
 def input_bias_dropped(model: CausalLM, patch: pytest.MonkeyPatch) -> None:

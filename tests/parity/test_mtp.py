@@ -19,7 +19,7 @@ from transformers.modeling_layers import MtpModel
 from duckllm.demo import load_questions
 from duckllm.errors import CheckpointError
 from duckllm.layers.step import SequenceStep
-from duckllm.models.causal_lm import CausalLM, linear_runtime
+from duckllm.models.causal_lm import CPU, CausalLM, runtime_for
 from duckllm.models.mtp import MTPLayer
 from duckllm.models.registry import load_config
 from duckllm.moe.local import LocalExperts
@@ -262,7 +262,7 @@ def test_a_checkpoint_without_the_layer(tmp_path: Path) -> None:
 
 def test_native_layers_have_room_for_the_joined_input(demo_folder: Path) -> None:
     config = load_config(demo_folder)
-    runtime = linear_runtime(replace(config, hidden_size=5000))
+    runtime = runtime_for(replace(config, hidden_size=5000), CPU)
     assert runtime.native.max_in_features == 10_000
 
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from duckllm.layers.cpu_runtime import CpuRuntime
 from duckllm.layers.indexer import Indexer
 from duckllm.layers.step import SequenceStep, StepContext
 
@@ -26,13 +27,20 @@ def slots_of(sequence: SequenceStep) -> npt.NDArray[np.int64]:
     )
 
 
+def index_queries(indexer: Indexer, q_latent: torch.Tensor, step: StepContext) -> torch.Tensor:
+    """The index queries of a step, rotated: [T, heads, D]."""
+    q = indexer.query(q_latent).view(-1, indexer.shape.num_heads, indexer.shape.head_dim)
+    indexer.rotate(q[..., : indexer.rope_dim], step.cos, step.sin, q[..., : indexer.rope_dim])
+    return q
+
+
 def index_scores(
     indexer: Indexer, x: torch.Tensor, q_latent: torch.Tensor, step: StepContext, cache: torch.Tensor
 ) -> torch.Tensor:
     """The scores of a step of one context that lies in order: [T, S], -inf for later tokens."""
     (sequence,) = step.sequences
     assert sequence.pages.tolist() == [0]
-    q = Indexer.queries(indexer, q_latent, step.cos, step.sin)
+    q = index_queries(indexer, q_latent, step)
     products = torch.relu(torch.einsum("thd,sd->ths", q, cache[: sequence.stop]))
     scores = torch.einsum("th,ths->ts", indexer.head_weights(x), products)
     positions = torch.arange(sequence.start, sequence.stop)[:, None]
@@ -42,11 +50,11 @@ def index_scores(
 def watch_selections(patch: pytest.MonkeyPatch, watch: WatchSelection) -> None:
     """Calls ``watch`` at each selection; the scores are None where none were computed."""
     select, asked = Indexer.__call__, []
-    queries = Indexer.queries
+    choose = CpuRuntime.select
 
-    def watched_queries(self: Indexer, *args: torch.Tensor) -> torch.Tensor:
+    def watched_choice(self: CpuRuntime, *args: Any) -> Any:
         asked.append(self)
-        return queries(self, *args)
+        return choose(self, *args)
 
     def watched(
         self: Indexer, x: torch.Tensor, q_latent: torch.Tensor, step: StepContext, cache: torch.Tensor
@@ -57,5 +65,5 @@ def watch_selections(patch: pytest.MonkeyPatch, watch: WatchSelection) -> None:
         watch(self, step, x, scores, selection)
         return selection
 
-    patch.setattr(Indexer, "queries", watched_queries)
+    patch.setattr(CpuRuntime, "select", watched_choice)
     patch.setattr(Indexer, "__call__", watched)

@@ -29,13 +29,13 @@ class TorchExperts:
         def __init__(self, owner: TorchExperts, *step: object) -> None:
             self.owner, self.step = owner, step
 
-        def wait(self) -> torch.Tensor:
+        def wait(self, shared: torch.Tensor | None = None) -> torch.Tensor:
             layer, x, ids, weights = self.step
             y = torch.zeros_like(x)
             for t in range(x.shape[0]):
                 for expert, weight in zip(ids[t].tolist(), weights[t].tolist(), strict=True):
                     y[t] += weight * self.owner.expert(layer, expert, x[t])
-            return y
+            return y if shared is None else shared + y
 
 
 class DictTensors:

@@ -14,8 +14,8 @@ import torch
 from random_checkpoint import FP8_CONFIG, RandomCheckpoint, make_checkpoint, to_bytes
 
 from duckllm.errors import CheckpointError
+from duckllm.layers.cpu_runtime import CpuRuntime
 from duckllm.layers.linear import GatedMLP, Linear
-from duckllm.layers.runtime import LinearRuntime
 from duckllm.models.inspection import inspect_model
 from duckllm.weights import e4m3
 from duckllm.weights.convert import convert
@@ -275,7 +275,7 @@ def test_the_hosts_matrices_are_exact(tmp_path: Path, name: str) -> None:
     convert(tmp_path / "src", tmp_path / "dst")
     tensors = HostTensors(tmp_path / "dst")
     layer = "model.layers.0.mlp"
-    runtime = LinearRuntime.new(512, 1)
+    runtime = CpuRuntime.new(512, 1)
     rng = np.random.default_rng(1)
     for part, (out, inp) in (("gate_proj", (336, 272)), ("down_proj", (272, 336))):
         expected = wide(made, f"{layer}.{part}.", kind)
@@ -301,7 +301,7 @@ def test_gate_and_up_of_the_host_are_joined(tmp_path: Path, name: str) -> None:
     kind, made = KINDS[name], make(tmp_path / "src", name)
     convert(tmp_path / "src", tmp_path / "dst")
     layer = "model.layers.0.mlp"
-    mlp = GatedMLP(HostTensors(tmp_path / "dst"), layer, 272, 336, LinearRuntime.new(512, 1))
+    mlp = GatedMLP(HostTensors(tmp_path / "dst"), layer, 272, 336, CpuRuntime.new(512, 1))
     assert len(mlp.gate_up.weights) == (1 if name in ("compressed-channel", "block-64") else 2)
     gate, up, down = (wide(made, f"{layer}.{part}_proj.", kind) for part in ("gate", "up", "down"))
     x = np.random.default_rng(2).standard_normal((2, 272)) / 100

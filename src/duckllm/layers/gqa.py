@@ -12,11 +12,10 @@ import torch
 
 from duckllm.layers.linear import Linear
 from duckllm.layers.norm import RMSNorm
-from duckllm.layers.rope import rotate_half_split
-from duckllm.layers.step import LayerCache, StepContext
+from duckllm.layers.step import LayerCache
 
 if TYPE_CHECKING:
-    from duckllm.layers.runtime import LinearRuntime
+    from duckllm.layers.runtime import Rows, Runtime, Step
     from duckllm.weights.host_tensors import HostTensors
 
 
@@ -67,7 +66,7 @@ class GQAttention:
         tensors: HostTensors,
         prefix: str,
         shape: GQAShape,
-        runtime: LinearRuntime,
+        runtime: Runtime,
     ) -> None:
         s, self.runtime = shape, runtime
         self.shape = shape
@@ -80,43 +79,24 @@ class GQAttention:
             s.qkv_bias,
             runtime=runtime,
         )
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
+        self.norms = None
         if s.qk_norm_eps is not None:
-            self.q_norm = RMSNorm(tensors, f"{prefix}.q_norm", s.head_dim, s.qk_norm_eps)
-            self.k_norm = RMSNorm(tensors, f"{prefix}.k_norm", s.head_dim, s.qk_norm_eps)
+            q_norm, k_norm = (
+                RMSNorm(tensors, f"{prefix}.{name}", s.head_dim, s.qk_norm_eps, runtime)
+                for name in ("q_norm", "k_norm")
+            )
+            self.norms = q_norm.weight, k_norm.weight, s.qk_norm_eps
         self.o = Linear.load(tensors, f"{prefix}.o_proj", s.hidden_size, query_dim, s.o_bias, runtime=runtime)
 
-    def __call__(self, x: torch.Tensor, step: StepContext, cache: LayerCache) -> torch.Tensor:
+    def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
         """Attention's output for the step's tokens, which are added to the cache.
 
         Shapes:
-            x, result: [T, H]; cache: keys and values, each [max_tokens, kv_heads * head_dim]
+            x: [T, H]; result: [T, H] f32; cache: keys and values, each [max_tokens, kv_heads * head_dim]
         """
-        s, native, num_tokens = self.shape, self.runtime.attention, x.shape[0]
-        heads = self.qkv(x).view(num_tokens, -1, s.head_dim)
-        q, k = heads[:, : s.num_heads], heads[:, s.num_heads : -s.num_kv_heads]
-        q = self._rotate(self.q_norm(q) if self.q_norm else q.contiguous(), step)
-        k = self._rotate(self.k_norm(k) if self.k_norm else k, step)
-        v = heads[:, -s.num_kv_heads :]
-        keys, values = cache[0].numpy(), cache[1].numpy()
-        native.store(step.native, k.flatten(1).numpy(), keys)
-        native.store(step.native, v.flatten(1).numpy(), values)
-        attended = native.attend(
-            step.native,
-            q.numpy(),
-            keys,
-            values,
-            s.num_kv_heads,
-            s.head_dim,
-            s.scaling,
-            s.sliding_window or 0,
-            None,
+        s, runtime = self.shape, self.runtime
+        q = runtime.store_heads(
+            self.qkv(x), s.num_heads, s.num_kv_heads, self.norms, s.rotary_dim, s.scaling, step, cache
         )
-        return self.o(torch.from_numpy(attended).view(num_tokens, -1))
-
-    def _rotate(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """[T, heads, D], the first ``rotary_dim`` of each head rotated in place."""
-        part = x[..., : self.shape.rotary_dim]
-        rotate_half_split(part, step.cos, step.sin, part)
-        return x
+        attended = runtime.attend_heads(q, cache, step, s.num_kv_heads, s.scaling, s.sliding_window)
+        return self.o(attended)

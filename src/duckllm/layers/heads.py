@@ -1,17 +1,14 @@
-"""A matrix for each head, which the head's part of every row is multiplied with.
+"""A matrix for each head, which the head's part of every row is multiplied with, natively.
 
-Called by :mod:`duckllm.layers.mla`, for the products with the up-projections of keys and values.
+Called by :mod:`duckllm.layers.cpu_runtime`, for the products with the up-projections of keys and values.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 
-if TYPE_CHECKING:
-    from duckllm.layers.runtime import LinearRuntime
+from duckllm import _native
 
 _COLUMNS = 32  # outputs side by side in the native layout
 
@@ -23,11 +20,11 @@ class HeadMatrices:
         matrices: [heads, K, N] f32
     """
 
-    def __init__(self, matrices: torch.Tensor, runtime: LinearRuntime) -> None:
-        self._native = runtime.attention
-        self._outputs = matrices.shape[2]
-        num_heads, inputs = matrices.shape[:2]
-        padded = F.pad(matrices, (0, -self._outputs % _COLUMNS)).view(num_heads, inputs, -1, _COLUMNS)
+    def __init__(self, matrices: torch.Tensor, attention: _native.Attention) -> None:
+        self._native = attention
+        self.num_heads, self.num_inputs, self.num_outputs = matrices.shape
+        padded = F.pad(matrices, (0, -self.num_outputs % _COLUMNS))
+        padded = padded.view(self.num_heads, self.num_inputs, -1, _COLUMNS)
         self._packed = padded.transpose(1, 2).contiguous().numpy()
 
     def multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -36,4 +33,4 @@ class HeadMatrices:
         Shapes:
             x: [T, heads, K]; out: [T, heads, N]; of both the last dimension lies side by side
         """
-        self._native.multiply_heads(x.numpy(), self._packed, self._outputs, out.numpy())
+        self._native.multiply_heads(x.numpy(), self._packed, self.num_outputs, out.numpy())

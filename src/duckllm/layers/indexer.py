@@ -16,8 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from duckllm.layers.linear import Linear
@@ -25,8 +23,7 @@ from duckllm.layers.norm import LayerNorm
 from duckllm.layers.rope import rotate_half_split, rotate_interleaved
 
 if TYPE_CHECKING:
-    from duckllm.layers.runtime import LinearRuntime
-    from duckllm.layers.step import StepContext
+    from duckllm.layers.runtime import Rows, Runtime, Selection, Step
     from duckllm.weights.host_tensors import HostTensors
 
 KEY_NORM_EPS = 1e-6
@@ -63,7 +60,7 @@ class Indexer:
         q_lora_rank: int,
         rope_dim: int,
         shape: IndexerShape,
-        runtime: LinearRuntime,
+        runtime: Runtime,
     ) -> None:
         self.shape, self.rope_dim, self.runtime = shape, rope_dim, runtime
         num_heads, head_dim = shape.num_heads, shape.head_dim
@@ -72,7 +69,7 @@ class Indexer:
             tensors, f"{prefix}.wq_b", num_heads * head_dim, q_lora_rank, runtime=runtime
         )
         self.key = Linear.load(tensors, f"{prefix}.wk", head_dim, hidden_size, runtime=runtime)
-        self.key_norm = LayerNorm(tensors, f"{prefix}.k_norm", head_dim, KEY_NORM_EPS)
+        self.key_norm = LayerNorm(tensors, f"{prefix}.k_norm", head_dim, KEY_NORM_EPS, runtime)
         # Both constant factors of the score are positive, so they pass through the ReLU into the weights.
         self.head_weights = Linear.load(
             tensors,
@@ -83,40 +80,19 @@ class Indexer:
             factor=num_heads**-0.5 * head_dim**-0.5,
         )
 
-    def __call__(
-        self, x: torch.Tensor, q_latent: torch.Tensor, step: StepContext, cache: torch.Tensor
-    ) -> npt.NDArray[np.int32] | None:
+    def __call__(self, x: Rows, q_latent: Rows, step: Step, cache: torch.Tensor) -> Selection | None:
         """The positions that each of these tokens attends to, whose index keys are added to the cache.
 
         None while no context is longer than ``topk``, so that each attends to all it has.
 
         Shapes:
-            x: [T, H]; q_latent: [T, q_lora_rank]; cache: [max_tokens, D]; result: [T, topk], ascending;
-            -1 first where a token attends to all
+            x: [T, H]; q_latent: [T, q_lora_rank]; cache: [max_tokens, D]
         """
-        keys, native = cache.numpy(), self.runtime.attention
-        native.store(step.native, self.keys(x, step.cos, step.sin).numpy(), keys)
-        if step.native.longest <= self.shape.topk:
+        norm = self.key_norm
+        self.runtime.store_index_keys(
+            self.key(x), (norm.weight, norm.bias, norm.eps), self.rope_dim, self.rotate, step, cache
+        )
+        if step.longest <= self.shape.topk:
             return None
-        q = self.queries(q_latent, step.cos, step.sin)
-        return native.select(step.native, q.numpy(), self.head_weights(x).numpy(), keys, self.shape.topk)
-
-    def keys(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """The index keys of these tokens, to be cached.
-
-        Shapes:
-            x: [T, H]; cos, sin: [T, rope / 2]; result: [T, D]
-        """
-        k = self.key_norm(self.key(x))
-        self.rotate(k[:, : self.rope_dim], cos, sin, k[:, : self.rope_dim])
-        return k
-
-    def queries(self, q_latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """The index queries of these tokens.
-
-        Shapes:
-            q_latent: [T, q_lora_rank]; cos, sin: [T, rope / 2]; result: [T, heads, D]
-        """
-        q = self.query(q_latent).view(-1, self.shape.num_heads, self.shape.head_dim)
-        self.rotate(q[..., : self.rope_dim], cos, sin, q[..., : self.rope_dim])
-        return q
+        q, head_weights = self.query(q_latent), self.head_weights(x)
+        return self.runtime.select(q, head_weights, self.rope_dim, self.rotate, step, cache, self.shape.topk)

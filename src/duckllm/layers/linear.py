@@ -2,9 +2,9 @@
 
 Called by the models and by the attention layers; knows tensors by name only through the loader it is given.
 
-Weights go through the native kernels: stored as FP8, with scales of blocks or rows, or as BF16, in the form
-that they are stored in, all others as float32. A weight is read at the speed of memory, and a row's result is
-the same bits in any company.
+Weights stay in the form that they are stored in where that is FP8, with scales of blocks or rows, or BF16;
+all others become float32. A weight is read at the speed of memory, and a row's result is the same bits in any
+company (:class:`duckllm.layers.runtime.Runtime`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
-from duckllm import _native
 from duckllm.errors import CheckpointError
-from duckllm.layers.runtime import F32, LinearRuntime, PackedWeight
 
 if TYPE_CHECKING:
+    from duckllm.layers.runtime import Packed, Rows, Runtime, Vector
     from duckllm.weights.host_tensors import HostTensors
 
 _SCALE_BLOCK = 128
@@ -70,18 +68,18 @@ class Linear:
         factor: A constant that the product is multiplied with.
 
     Shapes:
-        bias: [out] f32; x: [T, in] f32; y: [T, out] f32
+        bias: [out] f32; x: [T, in]; y: [T, out] f32
     """
 
     def __init__(
         self,
-        weights: Sequence[PackedWeight],
-        runtime: LinearRuntime,
-        bias: F32 | None = None,
+        weights: Sequence[Packed],
+        runtime: Runtime,
+        bias: Vector | None = None,
         factor: float = 1.0,
     ) -> None:
         self.weights, self.bias = tuple(weights), bias
-        self._runtime, self._factor = runtime, np.float32(factor)
+        self._runtime, self._factor = runtime, factor
 
     @classmethod
     def load(
@@ -92,7 +90,7 @@ class Linear:
         in_features: int,
         bias: bool = False,
         *,
-        runtime: LinearRuntime,
+        runtime: Runtime,
         factor: float = 1.0,
     ) -> Linear:
         """Reads ``name.weight`` (any stored format) and, with ``bias``, ``name.bias``.
@@ -122,15 +120,16 @@ class Linear:
         in_features: int,
         bias: bool = False,
         *,
-        runtime: LinearRuntime,
+        runtime: Runtime,
         factor: float = 1.0,
     ) -> Linear:
         """Layers of one input as one, whose outputs lie side by side; arguments as :meth:`load` has them."""
         stored = [_stored(tensors, name) for name in names]
         for name, size, (weight, _) in zip(names, out_features, stored, strict=True):
             _checked(weight, f"{name}.weight", (size, in_features))
-        # A power of two changes no scale's mantissa; any other factor would round all of them.
-        fold = math.frexp(factor)[0] == 0.5 and all(scales is not None for _, scales in stored)
+        # A power of two changes no scale's mantissa; any other factor rounds all of them.
+        is_exact = math.frexp(factor)[0] == 0.5
+        fold = (is_exact or runtime.rounds_scales) and all(scales is not None for _, scales in stored)
         if fold:
             stored = [(weight, scales * factor) for weight, scales in stored if scales is not None]
         weight_names = names
@@ -143,25 +142,17 @@ class Linear:
             for name, (weight, scales) in zip(weight_names, stored, strict=True)
         ]
         biases = [
-            load_tensor(tensors, f"{name}.bias", (size,), torch.float32).numpy()
+            load_tensor(tensors, f"{name}.bias", (size,), torch.float32)
             for name, size in zip(names, out_features, strict=True)
             if bias
         ]
-        return cls(packed, runtime, np.concatenate(biases) if bias else None, 1.0 if fold else factor)
+        return cls(
+            packed, runtime, runtime.vector(torch.cat(biases)) if bias else None, 1.0 if fold else factor
+        )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Rows) -> torch.Tensor:
         """The product, with the factor and the bias."""
-        return torch.from_numpy(self.product(x.contiguous().numpy()))
-
-    def product(self, x: F32) -> F32:
-        """The same of an array: what consecutive layers hand to each other without a tensor between them."""
-        products = [weight.multiply(self._runtime, x) for weight in self.weights]
-        y = products[0] if len(products) == 1 else np.concatenate(products, axis=1)
-        if self._factor != 1.0:
-            y *= self._factor
-        if self.bias is not None:
-            y += self.bias
-        return y
+        return self._runtime.linear(x, self.weights, self.bias, self._factor)
 
 
 def _stored(tensors: HostTensors, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -192,11 +183,9 @@ def _join(
     return torch.cat(weights).view(stored[0][0].dtype), torch.cat(scales) if scales else None
 
 
-def _packed(
-    name: str, weight: torch.Tensor, scales: torch.Tensor | None, runtime: LinearRuntime
-) -> PackedWeight:
+def _packed(name: str, weight: torch.Tensor, scales: torch.Tensor | None, runtime: Runtime) -> Packed:
     try:
-        return PackedWeight.pack(weight, scales, runtime.fp8_format)
+        return runtime.pack(weight, scales)
     except ValueError as error:
         raise CheckpointError(f"{name}.{error}") from error
 
@@ -213,7 +202,7 @@ class GatedMLP:
         output_gate: The layer, of one output, whose sigmoid the result is multiplied with, or None.
 
     Shapes:
-        x, y: [T, H] f32
+        x: [T, H]; y: [T, H] f32
     """
 
     def __init__(
@@ -222,9 +211,10 @@ class GatedMLP:
         prefix: str,
         hidden_size: int,
         intermediate_size: int,
-        runtime: LinearRuntime,
+        runtime: Runtime,
         output_gate: str | None = None,
     ) -> None:
+        self._runtime = runtime
         self.gate_up = Linear.load_joined(
             tensors,
             (f"{prefix}.gate_proj", f"{prefix}.up_proj"),
@@ -239,10 +229,9 @@ class GatedMLP:
             Linear.load(tensors, output_gate, 1, hidden_size, runtime=runtime) if output_gate else None
         )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Rows) -> torch.Tensor:
         """The MLP's output, without the residual."""
-        rows = x.contiguous().numpy()
-        y = self.down.product(_native.silu_mul(self.gate_up.product(rows)))
+        y = self.down(self._runtime.silu_mul(self.gate_up(x)))
         if self.output_gate is not None:
-            _native.scale_by_sigmoid(y, self.output_gate.product(rows))
-        return torch.from_numpy(y)
+            self._runtime.scale_by_sigmoid(y, self.output_gate(x))
+        return y

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from duckllm.layers.heads import HeadMatrices
 from duckllm.layers.indexer import Indexer, IndexerShape
-from duckllm.layers.linear import Linear, load_weight
+from duckllm.layers.linear import Linear
 from duckllm.layers.norm import RMSNorm
 from duckllm.layers.rope import rotate_half_split, rotate_interleaved
-from duckllm.layers.step import LayerCache, StepContext
+from duckllm.layers.step import LayerCache
 
 if TYPE_CHECKING:
-    from duckllm.layers.runtime import LinearRuntime
+    from duckllm.layers.runtime import Rows, Runtime, Step
     from duckllm.weights.host_tensors import HostTensors
 
 LATENT_NORM_EPS = 1e-6
@@ -84,7 +83,7 @@ class MLAttention:
         tensors: HostTensors,
         prefix: str,
         shape: MLAShape,
-        runtime: LinearRuntime,
+        runtime: Runtime,
     ) -> None:
         s, self.runtime = shape, runtime
         self.shape = shape
@@ -92,12 +91,21 @@ class MLAttention:
         latent_dim = s.kv_lora_rank + s.qk_rope_head_dim
         bias = s.attention_bias
         self.rotate = rotate_interleaved if s.rope_interleave else rotate_half_split
-        self.q_a: Linear | None = None
+        # One product for all that is made of the input: small ones cost more to start than to compute.
+        names = ("kv_a_proj_with_mqa",) if s.q_lora_rank is None else ("q_a_proj", "kv_a_proj_with_mqa")
+        self.inputs = Linear.load_joined(
+            tensors,
+            [f"{prefix}.{name}" for name in names],
+            (latent_dim,) if s.q_lora_rank is None else (s.q_lora_rank, latent_dim),
+            s.hidden_size,
+            bias,
+            runtime=runtime,
+        )
+        self.q_a_norm: RMSNorm | None = None
         if s.q_lora_rank is not None:
-            self.q_a = Linear.load(
-                tensors, f"{prefix}.q_a_proj", s.q_lora_rank, s.hidden_size, bias, runtime=runtime
+            self.q_a_norm = RMSNorm(
+                tensors, f"{prefix}.q_a_layernorm", s.q_lora_rank, LATENT_NORM_EPS, runtime
             )
-            self.q_a_norm = RMSNorm(tensors, f"{prefix}.q_a_layernorm", s.q_lora_rank, LATENT_NORM_EPS)
         # The factor on query-key products is linear, so the projection may have it.
         self.q_b = Linear.load(
             tensors,
@@ -107,10 +115,9 @@ class MLAttention:
             runtime=runtime,
             factor=s.scaling,
         )
-        self.kv_a = Linear.load(
-            tensors, f"{prefix}.kv_a_proj_with_mqa", latent_dim, s.hidden_size, bias, runtime=runtime
+        self.kv_a_norm = RMSNorm(
+            tensors, f"{prefix}.kv_a_layernorm", s.kv_lora_rank, LATENT_NORM_EPS, runtime
         )
-        self.kv_a_norm = RMSNorm(tensors, f"{prefix}.kv_a_layernorm", s.kv_lora_rank, LATENT_NORM_EPS)
         self.o = Linear.load(
             tensors,
             f"{prefix}.o_proj",
@@ -119,14 +126,9 @@ class MLAttention:
             bias,
             runtime=runtime,
         )
-        kv_b = load_weight(
-            tensors,
-            f"{prefix}.kv_b_proj",
-            s.num_heads * (s.qk_nope_head_dim + s.v_head_dim),
-            s.kv_lora_rank,
-        ).view(s.num_heads, s.qk_nope_head_dim + s.v_head_dim, s.kv_lora_rank)
-        self.key_up = HeadMatrices(kv_b[:, : s.qk_nope_head_dim], runtime)  # [heads, nope, kv_lora]
-        self.value_up = HeadMatrices(kv_b[:, s.qk_nope_head_dim :].mT, runtime)  # [heads, kv_lora, v]
+        self.key_up, self.value_up = runtime.key_value_up(
+            tensors, f"{prefix}.kv_b_proj", s.num_heads, s.qk_nope_head_dim, s.v_head_dim, s.kv_lora_rank
+        )
         self.indexer: Indexer | None = None
         if s.indexer is not None and not s.indexer.is_shared:
             assert s.q_lora_rank is not None
@@ -140,34 +142,21 @@ class MLAttention:
                 runtime=runtime,
             )
 
-    def __call__(self, x: torch.Tensor, step: StepContext, cache: LayerCache) -> torch.Tensor:
+    def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
         """Attention's output for the step's tokens, which are added to the cache.
 
         Shapes:
-            x, result: [T, H]; cache: latents [max_tokens, kv_lora + rope], and index keys
-            [max_tokens, index_head_dim] where the layer has an indexer
+            x: [T, H]; result: [T, H] f32; cache: latents and rotated keys [max_tokens, kv_lora + rope], and
+            index keys where the layer has an indexer of its own
         """
-        s, cos, sin, native = self.shape, step.cos, step.sin, self.runtime.attention
-        num_tokens = x.shape[0]
-        latents = cache[0].numpy()
-
-        kv = self.kv_a(x)
-        kv[:, : s.kv_lora_rank] = self.kv_a_norm(kv[:, : s.kv_lora_rank])
-        self.rotate(kv[:, s.kv_lora_rank :], cos, sin, kv[:, s.kv_lora_rank :])
-        native.store(step.native, kv.numpy(), latents)
-
-        q_latent = x if self.q_a is None else self.q_a_norm(self.q_a(x))
-        heads = self.q_b(q_latent).view(num_tokens, s.num_heads, -1)
-        q = torch.empty(num_tokens, s.num_heads, s.kv_lora_rank + s.qk_rope_head_dim)
-        self.key_up.multiply(heads[..., : s.qk_nope_head_dim], q[..., : s.kv_lora_rank])
-        self.rotate(heads[..., s.qk_nope_head_dim :], cos, sin, q[..., s.kv_lora_rank :])
-
+        s, runtime = self.shape, self.runtime
+        made = self.inputs(x)
+        kv = made if s.q_lora_rank is None else made[:, s.q_lora_rank :]
+        runtime.store_latents(kv, self.kv_a_norm.weight, self.kv_a_norm.eps, self.rotate, step, cache[0])
+        q_latent = x if self.q_a_norm is None else self.q_a_norm(made[:, : s.q_lora_rank])
+        q = runtime.absorb(self.q_b(q_latent), self.key_up, self.rotate, step, cache[0])
         if self.indexer is not None:
             step.selection = self.indexer(x, q_latent, step, cache[1])
         selection = step.selection if s.indexer else None
-        context = native.attend(
-            step.native, q.numpy(), latents, latents, 1, s.kv_lora_rank, 1.0, 0, selection
-        )  # [T, heads, kv_lora]
-        values = torch.empty(num_tokens, s.num_heads, s.v_head_dim)
-        self.value_up.multiply(torch.from_numpy(context), values)
-        return self.o(values.view(num_tokens, -1))
+        context = runtime.attend_latents(q, cache[0], step, 1.0, s.kv_lora_rank, selection)
+        return self.o(runtime.raise_values(context, self.value_up))

@@ -1,7 +1,6 @@
 """Norms of vectors: by the root mean square, and by mean and variance.
 
-Called by the models and by the attention layers. Both are native: PyTorch computes the last numbers of a
-tensor by other instructions than the rest, so that a row's bits depend on the rows beside it.
+Called by the models and by the attention layers.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from duckllm import _native
 from duckllm.layers.linear import load_tensor
 
 if TYPE_CHECKING:
+    from duckllm.layers.runtime import Rows, Runtime
     from duckllm.weights.host_tensors import HostTensors
 
 
@@ -21,36 +20,35 @@ class RMSNorm:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension.
 
     Shapes:
-        x: [T, size] or [T, heads, size] f32, whose rows of ``size`` are contiguous; y: as x, contiguous
+        x: [T, size] f32, whose rows are contiguous; y: [T, size]
 
     Reference:
         ``torch.nn.functional.rms_norm``, to float32 rounding.
     """
 
-    def __init__(self, tensors: HostTensors, name: str, size: int, eps: float) -> None:
-        self.weight = load_tensor(tensors, f"{name}.weight", (size,), torch.float32).numpy()
-        self.eps = eps
+    def __init__(self, tensors: HostTensors, name: str, size: int, eps: float, runtime: Runtime) -> None:
+        self.weight = runtime.vector(load_tensor(tensors, f"{name}.weight", (size,), torch.float32))
+        self.eps, self._runtime = eps, runtime
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> Rows:
         """The normalised vectors."""
-        return torch.from_numpy(_native.rms_norm(x.numpy(), self.weight, self.eps))
+        return self._runtime.rms_norm(x, self.weight, self.eps)
+
+    def add(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, Rows]:
+        """``hidden + delta``, and that normalised."""
+        if delta is None:
+            return hidden, self(hidden)
+        return self._runtime.add_rms_norm(hidden, delta, self.weight, self.eps)
 
 
 class LayerNorm:
-    """``(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias`` over the last dimension.
-
-    Shapes:
-        x: [T, size] or [T, heads, size] f32, whose rows of ``size`` are contiguous; y: as x, contiguous
+    """What ``(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias`` takes.
 
     Reference:
         ``torch.nn.functional.layer_norm``, to float32 rounding.
     """
 
-    def __init__(self, tensors: HostTensors, name: str, size: int, eps: float) -> None:
-        self.weight = load_tensor(tensors, f"{name}.weight", (size,), torch.float32).numpy()
-        self.bias = load_tensor(tensors, f"{name}.bias", (size,), torch.float32).numpy()
+    def __init__(self, tensors: HostTensors, name: str, size: int, eps: float, runtime: Runtime) -> None:
+        self.weight = runtime.vector(load_tensor(tensors, f"{name}.weight", (size,), torch.float32))
+        self.bias = runtime.vector(load_tensor(tensors, f"{name}.bias", (size,), torch.float32))
         self.eps = eps
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The normalised vectors."""
-        return torch.from_numpy(_native.layer_norm(x.numpy(), self.weight, self.bias, self.eps))

@@ -1,142 +1,200 @@
-"""What the native layers of one model share: threads, scratch memory, and the format of FP8 weights.
+"""What computes the layers of a model: its device, its forms of weights and its operations.
 
-Called by the models, which make one and hand it to their layers; knows arrays and no model.
+The models make one by :func:`new_runtime` and hand it to their layers, which say what is computed with what;
+a runtime says how. There are two: :mod:`duckllm.layers.cpu_runtime` calls native code, and
+:mod:`duckllm.layers.cuda_runtime` Triton kernels. Rows that linear layers take are of a form of the
+runtime's own (:data:`Rows`), as one that comes from a norm may have been prepared for them; products are
+plain tensors in float32.
 """
 
 from __future__ import annotations
 
-import os
-import time
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from duckllm import _native
 from duckllm.errors import ConfigError
-from duckllm.weights.e4m3 import scale_shape
 
-F32 = npt.NDArray[np.float32]
+if TYPE_CHECKING:
+    from duckllm.layers.rope import RotaryTable
+    from duckllm.layers.step import LayerCache, SequenceStep
+    from duckllm.weights.host_tensors import HostTensors
 
-# Rows that the scratch memory holds; a longer step is taken by turns.
-PANEL_ROWS = 256
-# How long idle threads wait for the next layer before they sleep. Between two layers of a decode step lie
-# some tens of microseconds; PyTorch's threads, which may want the same cores, have to wait no longer.
-SPIN_US = 50
-# The weight that the formats are compared on; it stays in a cache, where decoding alone counts.
-_TRIAL_SHAPE = (32, 4096)
-_TRIAL_RUNS = 8
-# fp8 takes an eighth less memory; it is left only where decoding it is clearly slower, as on CPUs that take
-# long for the f32 denormals that e4m3 subnormals become.
-_MOST_SLOWER = 1.3
+Rows: TypeAlias = Any  # [T, K] f32, in the form that the runtime's linear layers take
+Packed: TypeAlias = Any  # a linear layer's weight
+Vector: TypeAlias = Any  # numbers for the runtime's operations
+Step: TypeAlias = Any  # the contexts of a step's rows, with the `selection` of the last layer that chose one
+HeadWeights: TypeAlias = Any  # a matrix for each head
+Selection: TypeAlias = Any  # the positions that each row attends to
+Rotate: TypeAlias = Callable[..., torch.Tensor]  # rotate_interleaved or rotate_half_split of layers.rope
 
 
-@dataclass(frozen=True)
-class LinearRuntime:
-    """Threads and scratch memory of a model's native layers. One layer computes at a time.
+class Runtime(Protocol):
+    """Operations of layers. T is the number of rows; sizes are those of the arguments.
 
-    Args:
-        native: Computes.
-        fp8_format: Format that FP8 weights are packed in, ``"fp8"`` or ``"fp9"``; both give the same bits.
+    A row's result has the same bits whatever rows go with it, on a GPU in steps of up to 64 rows.
     """
 
-    native: _native.LinearRuntime
-    fp8_format: str
+    device: torch.device
+    rounds_scales: bool  # whether a constant factor may be rounded into each scale of a weight
 
-    @classmethod
-    def new(cls, max_in_features: int, num_threads: int) -> LinearRuntime:
-        """A runtime for weights [any, up to ``max_in_features``].
+    def pack(self, weight: torch.Tensor, scales: torch.Tensor | None) -> Packed:
+        """A stored weight, on the device.
 
-        Raises:
-            ConfigError: DUCK_FORCE_ISA names no instruction set, or one that this machine lacks.
-        """
-        try:
-            isa = _native.select_isa()
-        except ValueError as error:
-            known = "one of " + ", ".join(_native.available_isas())
-            raise ConfigError("DUCK_FORCE_ISA", os.environ.get("DUCK_FORCE_ISA"), known) from error
-        native = _native.LinearRuntime(
-            PANEL_ROWS,
-            max(max_in_features, _TRIAL_SHAPE[1]),
-            num_threads,
-            SPIN_US if num_threads > 1 else 0,
-            isa,
-        )
-        return cls(native, _faster_format(native))
-
-    @cached_property
-    def attention(self) -> _native.Attention:
-        """Attention on the same threads."""
-        return _native.Attention(self.native)
-
-
-@dataclass(frozen=True)
-class PackedWeight:
-    """A linear layer's weight in the native layout.
-
-    Args:
-        records: Of ``_native.pack_linear``.
-        scales: Block scales, None for bf16 and f32.
-        row_scales: What the outputs are multiplied with, where the checkpoint has a scale for each row.
-        out_features: N.
-        in_features: K.
-        format: ``"bf16"``, ``"f32"``, ``"fp8"`` or ``"fp9"``.
-    """
-
-    records: npt.NDArray[np.uint8]
-    scales: F32 | None
-    out_features: int
-    in_features: int
-    format: str
-    row_scales: F32 | None = None
-
-    @classmethod
-    def pack(cls, weight: torch.Tensor, scales: torch.Tensor | None, fp8_format: str) -> PackedWeight:
-        """Packs a stored weight.
-
-        Shapes: weight: [N, K] float8_e4m3fn with scales f32, [ceil(N/128), ceil(K/128)] for blocks or [N, 1]
-            for rows, or bfloat16 or float32 without.
+        Shapes:
+            weight: [N, K] float8_e4m3fn with scales f32, [ceil(N/128), ceil(K/128)] for blocks or [N, 1] for
+            rows; bfloat16 or float32 without
 
         Raises:
             ValueError: The weight holds NaN bytes of e4m3.
         """
-        out_features, in_features = weight.shape
-        if weight.dtype == torch.float32:
-            values = weight.contiguous().numpy()
-            return cls(_native.pack_linear(values, "f32"), None, out_features, in_features, "f32")
-        if scales is None:
-            words = weight.contiguous().view(torch.int16).numpy().view(np.uint16)
-            return cls(_native.pack_linear(words, "bf16"), None, out_features, in_features, "bf16")
-        codes = weight.contiguous().view(torch.uint8).numpy()
-        records, factors = _native.pack_linear(codes, fp8_format), scales.contiguous().numpy()
-        blocks = scale_shape(out_features, in_features)
-        if factors.shape == blocks:
-            return cls(records, factors, out_features, in_features, fp8_format)
-        ones = np.ones(blocks, np.float32)
-        return cls(records, ones, out_features, in_features, fp8_format, factors[:, 0])
 
-    def multiply(self, runtime: LinearRuntime, x: F32) -> F32:
-        """``x W^T``: [T, K] to [T, N]."""
-        y = runtime.native.run(self.records, self.scales, self.out_features, self.in_features, self.format, x)
-        return y if self.row_scales is None else np.multiply(y, self.row_scales, out=y)
+    def vector(self, values: torch.Tensor) -> Vector:
+        """Numbers in f32, on the device."""
+
+    def linear(self, x: Rows, weights: Sequence[Packed], bias: Vector | None, factor: float) -> torch.Tensor:
+        """``factor * x W^T + b``, of weights whose outputs lie side by side: [T, N]."""
+
+    def plain(self, x: Rows) -> torch.Tensor:
+        """The rows themselves: [T, K] f32."""
+
+    def rms_norm(self, x: torch.Tensor, weight: Vector, eps: float) -> Rows:
+        """``x / sqrt(mean(x^2) + eps) * weight`` of each row; rows may lie apart."""
+
+    def add_rms_norm(
+        self, hidden: torch.Tensor, delta: torch.Tensor, weight: Vector, eps: float
+    ) -> tuple[torch.Tensor, Rows]:
+        """``hidden + delta``, and its norm."""
+
+    def silu_mul(self, gate_up: torch.Tensor) -> Rows:
+        """``silu(gate) * up`` of [T, 2 I], gate first."""
+
+    def scale_by_sigmoid(self, y: torch.Tensor, gate: torch.Tensor) -> None:
+        """Multiplies each row with the sigmoid of its number in ``gate`` [T, 1]."""
+
+    def route_by_sigmoid(
+        self,
+        logits: torch.Tensor,
+        correction_bias: Vector,
+        top_k: int,
+        num_groups: int,
+        topk_group: int,
+        normalize: bool,
+        scaling_factor: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts [T, K] int32, best first, and their weights f32: :mod:`duckllm.moe.router`."""
+
+    def route_by_softmax(
+        self, logits: torch.Tensor, top_k: int, normalize: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`route_by_sigmoid`."""
+
+    def new_layer_cache(self, widths: Sequence[int], max_tokens: int) -> LayerCache:
+        """An empty cache of one layer: one tensor [max_tokens, width] for each width."""
+
+    def new_step(self, sequences: Sequence[SequenceStep], rotary: RotaryTable) -> Step:
+        """The contexts of a step's rows, in order."""
+
+    def lane(self, number: int) -> AbstractContextManager[None]:
+        """Where one of a step's lanes is computed."""
+
+    def gather(self, lanes: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What the lanes of a step gave, one behind the other."""
+
+    def to_cpu(self, values: torch.Tensor) -> torch.Tensor:
+        """The numbers on the CPU, once they are computed."""
+
+    def key_value_up(
+        self, tensors: HostTensors, name: str, num_heads: int, nope_dim: int, v_dim: int, lora_rank: int
+    ) -> tuple[HeadWeights, HeadWeights]:
+        """Of MLA's up-projection, [heads * (nope + v), lora], the part of keys and that of values."""
+
+    def store_latents(
+        self,
+        kv: torch.Tensor,
+        norm_weight: Vector,
+        eps: float,
+        rotate: Rotate,
+        step: Step,
+        cache: torch.Tensor,
+    ) -> None:
+        """Stores latents, normalised, and rotated keys: [T, lora + rope]. ``kv`` may be changed."""
+
+    def absorb(
+        self, heads: torch.Tensor, key_up: HeadWeights, rotate: Rotate, step: Step, cache: torch.Tensor
+    ) -> Any:
+        """Queries [T, heads * (nope + rope)] in the absorbed form, for :meth:`attend_latents`."""
+
+    def attend_latents(
+        self,
+        q: Any,
+        cache: torch.Tensor,
+        step: Step,
+        scale: float,
+        lora_rank: int,
+        selection: Selection | None,
+    ) -> Any:
+        """Latents weighted by each head's attention, for :meth:`raise_values`."""
+
+    def raise_values(self, context: Any, value_up: HeadWeights) -> Rows:
+        """The heads' values: [T, heads * v]."""
+
+    def store_index_keys(
+        self,
+        k: torch.Tensor,
+        norm: tuple[Vector, Vector, float],
+        rope_dim: int,
+        rotate: Rotate,
+        step: Step,
+        cache: torch.Tensor,
+    ) -> None:
+        """Stores the indexer's keys [T, D], layer-normed by weight, bias and eps, the first part rotated."""
+
+    def select(
+        self,
+        q: torch.Tensor,
+        head_weights: torch.Tensor,
+        rope_dim: int,
+        rotate: Rotate,
+        step: Step,
+        cache: torch.Tensor,
+        topk: int,
+    ) -> Selection:
+        """The ``topk`` best positions of each row; queries [T, heads * D] come unrotated, and may change."""
+
+    def store_heads(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        norms: tuple[Vector, Vector, float] | None,
+        rotary_dim: int,
+        scaling: float,
+        step: Step,
+        cache: LayerCache,
+    ) -> Any:
+        """Stores keys and values of [T, (heads + 2 kv_heads) * D]; queries, for :meth:`attend_heads`.
+
+        ``norms`` are the weights for query and key heads, and eps. The first ``rotary_dim`` of each head of
+        queries and keys are rotated, half against half.
+        """
+
+    def attend_heads(
+        self, q: Any, cache: LayerCache, step: Step, num_kv_heads: int, scaling: float, window: int | None
+    ) -> Rows:
+        """Attention's result for each head: [T, heads * D]."""
 
 
-def _faster_format(native: _native.LinearRuntime) -> str:
-    """fp8, unless this machine decodes it much slower than fp9."""
-    out_features, in_features = _TRIAL_SHAPE
-    rng = np.random.default_rng(0)
-    codes = rng.integers(0, 0x7F, _TRIAL_SHAPE, np.uint8) | rng.integers(0, 2, _TRIAL_SHAPE, np.uint8) << 7
-    scales = np.ones((1, in_features // 128), np.float32)
-    x = rng.standard_normal((1, in_features)).astype(np.float32)
-    fastest = {}
-    for name in ("fp8", "fp9"):
-        packed = _native.pack_linear(codes.astype(np.uint8), name)
-        seconds = []
-        for _ in range(_TRIAL_RUNS):
-            start = time.perf_counter()
-            native.run(packed, scales, out_features, in_features, name, x)
-            seconds.append(time.perf_counter() - start)
-        fastest[name] = min(seconds)
-    return "fp8" if fastest["fp8"] <= _MOST_SLOWER * fastest["fp9"] else "fp9"
+def new_runtime(device: torch.device, max_in_features: int, num_threads: int) -> Runtime:
+    """The runtime of a device, for weights [any, up to ``max_in_features``].
+
+    Raises:
+        ConfigError: DUCK_FORCE_ISA names no instruction set, or one that this machine lacks.
+    """
+    if device.type != "cpu":
+        raise ConfigError("device", str(device), "cpu")
+    from duckllm.layers.cpu_runtime import CpuRuntime
+
+    return CpuRuntime.new(max_in_features, num_threads)

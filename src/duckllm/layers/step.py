@@ -1,4 +1,4 @@
-"""What the layers of one forward pass share. Made by the models; passed from one attention to the next."""
+"""What the layers of one forward pass share. Made by the runtime; passed from one attention to the next."""
 
 from __future__ import annotations
 
@@ -111,6 +111,11 @@ class StepContext:
     cos: torch.Tensor
     sin: torch.Tensor
     selection: npt.NDArray[np.int32] | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest context."""
+        return self.native.longest
 
     @cached_property
     def native(self) -> _native.StepContexts:

@@ -18,8 +18,8 @@ from duckllm.layers.linear import GatedMLP, Linear, load_tensor
 from duckllm.layers.mla import MLAShape, MLAttention
 from duckllm.layers.norm import RMSNorm
 from duckllm.layers.rope import RotaryTable
-from duckllm.layers.runtime import LinearRuntime
-from duckllm.layers.step import LayerCache, SequenceStep, StepContext, new_layer_cache
+from duckllm.layers.runtime import Rows, Runtime, Step, new_runtime
+from duckllm.layers.step import LayerCache, SequenceStep
 from duckllm.models.config import ModelConfig
 from duckllm.models.step_times import StepTimes
 from duckllm.moe.router import GroupLimitedRouter, SoftmaxRouter, SoftmaxRouting
@@ -29,17 +29,18 @@ if TYPE_CHECKING:
     from duckllm.weights.host_tensors import HostTensors
 
 
-def linear_runtime(config: ModelConfig) -> LinearRuntime:
-    """The native linear layers' threads, as many as PyTorch has, and scratch for the widest input."""
-    return LinearRuntime.new(
-        max(
-            2 * config.hidden_size,  # eh_proj of a multi-token-prediction layer
-            config.intermediate_size,
-            config.shared.intermediate_size if config.shared else 0,
-            *(shape.max_in_features for shape in config.attention),
-        ),
-        torch.get_num_threads(),
+CPU = torch.device("cpu")
+
+
+def runtime_for(config: ModelConfig, device: torch.device) -> Runtime:
+    """What computes the layers; on a CPU with PyTorch's number of threads, and room for the widest input."""
+    widest = max(
+        2 * config.hidden_size,  # eh_proj of a multi-token-prediction layer
+        config.intermediate_size,
+        config.shared.intermediate_size if config.shared else 0,
+        *(shape.max_in_features for shape in config.attention),
     )
+    return new_runtime(device, widest, torch.get_num_threads())
 
 
 class MoEBlock:
@@ -52,9 +53,9 @@ class MoEBlock:
         layer: int,
         config: ModelConfig,
         experts: ExpertExecutor,
-        runtime: LinearRuntime,
+        runtime: Runtime,
     ) -> None:
-        self.layer, self.experts = layer, experts
+        self.layer, self.experts, self._runtime = layer, experts, runtime
         self.router = _load_router(tensors, f"{prefix}.gate", config, runtime)
         self.shared: GatedMLP | None = None
         if config.shared:
@@ -67,9 +68,9 @@ class MoEBlock:
                 f"{prefix}.{config.shared.gate}" if config.shared.gate else None,
             )
 
-    def submit(self, x: torch.Tensor, lane: int, times: StepTimes) -> PendingMLP:
+    def submit(self, x: Rows, lane: int, times: StepTimes) -> PendingMLP:
         """Sends the tokens [T, H] to their experts, and computes the shared one."""
-        pending = self.experts.submit(self.layer, x, *self.router(x), lane)
+        pending = self.experts.submit(self.layer, self._runtime.plain(x), *self.router(x), lane)
         times.lap("dispatch_s")
         shared = self.shared(x) if self.shared is not None else None
         times.lap("dense_s")
@@ -84,27 +85,27 @@ class PendingMLP:
 
     def wait(self, times: StepTimes) -> torch.Tensor:
         """The output for tokens [T, H], without the residual."""
-        routed = self._routed.wait()
+        output = self._routed.wait(self._shared)
         times.lap("wait_s")
-        return routed if self._shared is None else self._shared.add_(routed)
+        return output
 
 
 def _load_router(
-    tensors: HostTensors, prefix: str, config: ModelConfig, runtime: LinearRuntime
+    tensors: HostTensors, prefix: str, config: ModelConfig, runtime: Runtime
 ) -> GroupLimitedRouter | SoftmaxRouter:
-    gate = Linear.load(tensors, prefix, config.num_experts, config.hidden_size, runtime=runtime).product
+    gate = Linear.load(tensors, prefix, config.num_experts, config.hidden_size, runtime=runtime)
     if isinstance(config.routing, SoftmaxRouting):
-        return SoftmaxRouter(gate, config.routing)
+        return SoftmaxRouter(gate, config.routing, runtime)
     shape = (config.num_experts,)
     bias = load_tensor(tensors, f"{prefix}.e_score_correction_bias", shape, torch.float32)
-    return GroupLimitedRouter(gate, bias, config.routing)
+    return GroupLimitedRouter(gate, runtime.vector(bias), config.routing, runtime)
 
 
 def _load_attention(
     tensors: HostTensors,
     prefix: str,
     shape: MLAShape | GQAShape,
-    runtime: LinearRuntime,
+    runtime: Runtime,
 ) -> MLAttention | GQAttention:
     if isinstance(shape, GQAShape):
         return GQAttention(tensors, prefix, shape, runtime)
@@ -120,13 +121,13 @@ class DecoderLayer:
         layer: int,
         config: ModelConfig,
         experts: ExpertExecutor,
-        runtime: LinearRuntime,
+        runtime: Runtime,
     ) -> None:
         prefix = f"model.layers.{layer}"
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_norm = RMSNorm(tensors, f"{prefix}.input_layernorm", size, eps)
+        self.input_norm = RMSNorm(tensors, f"{prefix}.input_layernorm", size, eps, runtime)
         self.attention = _load_attention(tensors, f"{prefix}.self_attn", config.attention[layer], runtime)
-        self.mlp_norm = RMSNorm(tensors, f"{prefix}.post_attention_layernorm", size, eps)
+        self.mlp_norm = RMSNorm(tensors, f"{prefix}.post_attention_layernorm", size, eps, runtime)
         self.mlp: MoEBlock | GatedMLP = (
             MoEBlock(tensors, f"{prefix}.{config.moe_block}", layer, config, experts, runtime)
             if config.is_moe_layer[layer]
@@ -135,15 +136,13 @@ class DecoderLayer:
 
     def advance(self, lane: Lane, cache: LayerCache, times: StepTimes) -> None:
         """Takes a lane through the layer up to where it waits for experts; its tokens go into the cache."""
-        hidden = lane.collect(times)
-        hidden = hidden + self.attention(self.input_norm(hidden), lane.step, cache)
-        x = self.mlp_norm(hidden)
+        hidden, x = self.input_norm.add(lane.hidden, lane.take(times))
+        lane.hidden, x = self.mlp_norm.add(hidden, self.attention(x, lane.step, cache))
         times.lap("attention_s")
-        lane.hidden = hidden
         if isinstance(self.mlp, MoEBlock):
             lane.pending = self.mlp.submit(x, lane.number, times)
         else:
-            lane.hidden = hidden + self.mlp(x)
+            lane.delta = self.mlp(x)
             times.lap("dense_s")
 
 
@@ -159,16 +158,24 @@ class Lane:
         hidden: [T, H]
     """
 
-    def __init__(self, number: int, step: StepContext, hidden: torch.Tensor) -> None:
+    def __init__(self, number: int, step: Step, hidden: torch.Tensor) -> None:
         self.number, self.step, self.hidden = number, step, hidden
         self.pending: PendingMLP | None = None
+        self.delta: torch.Tensor | None = None  # the last MLP's output, which is not yet in the hidden state
+
+    def take(self, times: StepTimes) -> torch.Tensor | None:
+        """What the last MLP adds to the hidden state: [T, H], waited for; None before the first layer."""
+        delta, self.delta = self.delta, None
+        if self.pending is not None:
+            delta, self.pending = self.pending.wait(times), None
+        return delta
 
     def collect(self, times: StepTimes) -> torch.Tensor:
-        """The hidden state [T, H] with the last MLP's output, which is waited for."""
-        if self.pending is not None:
-            self.hidden = self.hidden + self.pending.wait(times)
-            self.pending = None
-            times.lap("combine_s")
+        """The hidden state [T, H] with the last MLP's output."""
+        delta = self.take(times)
+        if delta is not None:
+            self.hidden = self.hidden + delta
+        times.lap("combine_s")
         return self.hidden
 
 
@@ -180,6 +187,7 @@ class CausalLM:
         tensors: The host's tensors of the converted model.
         experts: Who computes the routed experts.
         max_tokens: The longest context, for the table of rotations.
+        device: Where it is computed.
 
     Reference:
         The family's ``ForCausalLM`` of transformers in float32 with eager attention; tests/parity, 2e-3 on
@@ -193,17 +201,18 @@ class CausalLM:
         experts: ExpertExecutor,
         *,
         max_tokens: int,
+        device: torch.device = CPU,
     ) -> None:
         self.config, self.max_tokens = config, max_tokens
         vocabulary = (config.vocab_size, config.hidden_size)
-        self.runtime = runtime = linear_runtime(config)
+        self.runtime = runtime = runtime_for(config, device)
         # As it is stored: of each token one row is read, and converted then.
         self.embedding = load_tensor(tensors, "model.embed_tokens.weight", vocabulary, None)
         self.layers = [
             DecoderLayer(tensors, layer, config, experts, runtime)
             for layer in range(config.num_hidden_layers)
         ]
-        self.norm = RMSNorm(tensors, "model.norm", config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(tensors, "model.norm", config.hidden_size, config.rms_norm_eps, runtime)
         head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         self.head = Linear.load(tensors, head, *vocabulary, runtime=runtime)
         self.rotary = RotaryTable(config.rotary.inv_freq, config.rotary.attention_scaling, max_tokens)
@@ -214,16 +223,17 @@ class CausalLM:
         Shapes:
             result: for each layer the tensors that its attention keeps, each [max_tokens, width]
         """
-        return [new_layer_cache(shape.cache_widths, max_tokens) for shape in self.config.attention]
+        return [
+            self.runtime.new_layer_cache(shape.cache_widths, max_tokens) for shape in self.config.attention
+        ]
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The embeddings of tokens: [T] int64 to [T, H]."""
-        return F.embedding(token_ids, self.embedding).float()
+        """The embeddings of tokens: [T] int64 on the CPU to [T, H] f32 on the device."""
+        return F.embedding(token_ids, self.embedding).float().to(self.runtime.device)
 
-    def step_context(self, sequences: Sequence[SequenceStep]) -> StepContext:
+    def step_context(self, sequences: Sequence[SequenceStep]) -> Step:
         """What the layers share of a step: the contexts, and the rotations of their tokens' positions."""
-        positions = torch.cat([torch.arange(each.start, each.stop) for each in sequences])
-        return StepContext(sequences, *self.rotary.rows(positions))
+        return self.runtime.new_step(sequences, self.rotary)
 
     @torch.inference_mode()
     def forward(
@@ -276,17 +286,28 @@ class CausalLM:
             Lane(number, self.step_context(sequences), self.embed(token_ids))
             for number, (token_ids, sequences) in enumerate(lanes)
         ]
+        return self.advance(running, kv_cache, times)
+
+    def advance(
+        self, running: Sequence[Lane], kv_cache: Sequence[LayerCache], times: StepTimes
+    ) -> torch.Tensor:
+        """Takes lanes through all layers; the hidden states [T, H], normalised, lane behind lane."""
         for layer, cache in zip(self.layers, kv_cache, strict=False):
             for lane in running:
-                layer.advance(lane, cache, times)
-        hidden = [lane.collect(times) for lane in running]
-        return self.norm(hidden[0] if len(hidden) == 1 else torch.cat(hidden))
+                with self.runtime.lane(lane.number):
+                    layer.advance(lane, cache, times)
+        normalised = []
+        for lane in running:
+            with self.runtime.lane(lane.number):
+                hidden = lane.collect(times)
+                normalised.append(self.runtime.plain(self.norm(hidden)))
+        return self.runtime.gather(normalised)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits of the next token after each of these.
 
         Shapes:
-            hidden: [T, H] from :meth:`forward`; result: [T, V] f32
+            hidden: [T, H] from :meth:`forward`; result: [T, V] f32, on the CPU
         """
-        return self.head(hidden)
+        return self.runtime.to_cpu(self.head(hidden))

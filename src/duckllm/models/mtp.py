@@ -18,11 +18,12 @@ from duckllm.layers.gqa import GQAShape
 from duckllm.layers.linear import Linear
 from duckllm.layers.mla import MLAShape
 from duckllm.layers.norm import RMSNorm
-from duckllm.layers.step import LayerCache, SequenceStep, new_layer_cache
+from duckllm.layers.step import LayerCache, SequenceStep
 from duckllm.models.causal_lm import CausalLM, DecoderLayer, Lane
 from duckllm.models.step_times import StepTimes
 
 if TYPE_CHECKING:
+    from duckllm.layers.runtime import Step
     from duckllm.models.config import ModelConfig
     from duckllm.moe.executor import ExpertExecutor
     from duckllm.weights.host_tensors import HostTensors
@@ -68,8 +69,8 @@ class MTPLayer:
                 f"{tensors.folder}: {prefix}: got none, expected a layer of multi-token prediction"
             )
         self._shape = draft_attention(config)
-        self.embedding_norm = RMSNorm(tensors, f"{prefix}.enorm", size, eps)
-        self.hidden_norm = RMSNorm(tensors, f"{prefix}.hnorm", size, eps)
+        self.embedding_norm = RMSNorm(tensors, f"{prefix}.enorm", size, eps, model.runtime)
+        self.hidden_norm = RMSNorm(tensors, f"{prefix}.hnorm", size, eps, model.runtime)
         self.projection = Linear.load(tensors, f"{prefix}.eh_proj", size, 2 * size, runtime=model.runtime)
         extended = replace(
             config,
@@ -77,7 +78,7 @@ class MTPLayer:
             is_moe_layer=(*config.is_moe_layer, True),
         )
         self.layer = DecoderLayer(tensors, layer, extended, experts, model.runtime)
-        self.norm = RMSNorm(tensors, f"{prefix}.shared_head.norm", size, eps)
+        self.norm = RMSNorm(tensors, f"{prefix}.shared_head.norm", size, eps, model.runtime)
 
     def new_kv_cache(self, max_tokens: int) -> LayerCache:
         """An empty cache for ``max_tokens`` tokens; see :meth:`CausalLM.new_kv_cache`.
@@ -85,7 +86,7 @@ class MTPLayer:
         Shapes:
             result: the tensors that the layer's attention keeps, each [max_tokens, width]
         """
-        return new_layer_cache(self._shape.cache_widths, max_tokens)
+        return self.model.runtime.new_layer_cache(self._shape.cache_widths, max_tokens)
 
     @torch.inference_mode()
     def forward(
@@ -109,13 +110,18 @@ class MTPLayer:
         Raises:
             WorkerLostError: A worker went away, or did not answer in time; the step may be repeated.
         """
-        following = self.embedding_norm(self.model.embed(token_ids))
-        joined = torch.cat((following, self.hidden_norm(hidden)), dim=-1)
-        step = self.model.step_context(sequences)
+        return self.advance(hidden, self.model.embed(token_ids), self.model.step_context(sequences), cache)
+
+    def advance(
+        self, hidden: torch.Tensor, embedded: torch.Tensor, step: Step, cache: LayerCache
+    ) -> torch.Tensor:
+        """As :meth:`forward`, with the embeddings [T, H] of the tokens that follow."""
+        plain = self.model.runtime.plain
+        joined = torch.cat((plain(self.embedding_norm(embedded)), plain(self.hidden_norm(hidden))), dim=-1)
         lane = Lane(0, step, self.projection(joined))
         times = StepTimes()
         self.layer.advance(lane, cache, times)
-        return self.norm(lane.collect(times))
+        return plain(self.norm(lane.collect(times)))
 
 
 def draft_attention(config: ModelConfig) -> MLAShape | GQAShape:

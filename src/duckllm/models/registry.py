@@ -19,6 +19,8 @@ from duckllm.weights.manifest import MANIFEST_FILE, Manifest
 from duckllm.weights.resolve import resolve_model
 
 if TYPE_CHECKING:
+    import torch
+
     from duckllm.models.causal_lm import CausalLM
     from duckllm.models.config import ModelConfig
     from duckllm.models.mtp import MTPLayer
@@ -116,12 +118,17 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def load_model(
-    config: ModelConfig, tensors: HostTensors, experts: ExpertExecutor, *, max_tokens: int
+    config: ModelConfig,
+    tensors: HostTensors,
+    experts: ExpertExecutor,
+    *,
+    max_tokens: int,
+    device: torch.device | None = None,
 ) -> CausalLM:
-    """The host's part of a model, with its tensors loaded."""
-    from duckllm.models.causal_lm import CausalLM
+    """The host's part of a model, with its tensors loaded, on the CPU unless another device is given."""
+    from duckllm.models.causal_lm import CPU, CausalLM
 
-    return CausalLM(config, tensors, experts, max_tokens=max_tokens)
+    return CausalLM(config, tensors, experts, max_tokens=max_tokens, device=device or CPU)
 
 
 def load_draft_layer(model: CausalLM, tensors: HostTensors, experts: ExpertExecutor) -> MTPLayer:

@@ -18,6 +18,7 @@ class StepTimes:
         combine_s: Adding routed experts, shared expert and residual.
         head_s: Logits.
         sampling_s: Choosing tokens, and their text.
+        device_s: A captured step of a GPU from its inputs to its last experts, which is not told apart.
         draft_s: Drafting the tokens after them, all parts together.
     """
 
@@ -28,6 +29,7 @@ class StepTimes:
     combine_s: float = 0.0
     head_s: float = 0.0
     sampling_s: float = 0.0
+    device_s: float = 0.0
     draft_s: float = 0.0
 
     def __post_init__(self) -> None:

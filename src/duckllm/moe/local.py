@@ -113,6 +113,7 @@ class LocalStep:
         self._experts, self._units = experts, units
         self._rows = (x, topk_ids, topk_weights)
 
-    def wait(self) -> torch.Tensor:
-        """The weighted sum over each token's experts, [T, H] f32."""
-        return torch.from_numpy(self._experts.run(self._units, *self._rows))
+    def wait(self, shared: torch.Tensor | None = None) -> torch.Tensor:
+        """The weighted sum over each token's experts, [T, H] f32, with ``shared`` added."""
+        routed = torch.from_numpy(self._experts.run(self._units, *self._rows))
+        return routed if shared is None else shared.add_(routed)

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from duckllm import _native
-
-Gate = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
+Gate = Callable[[Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -54,6 +51,27 @@ class SoftmaxRouting:
     normalize: bool
 
 
+class Choosing(Protocol):
+    """What chooses from logits: :class:`duckllm.layers.runtime.Runtime`."""
+
+    def route_by_sigmoid(
+        self,
+        logits: torch.Tensor,
+        correction_bias: Any,
+        top_k: int,
+        num_groups: int,
+        topk_group: int,
+        normalize: bool,
+        scaling_factor: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts and weights."""
+
+    def route_by_softmax(
+        self, logits: torch.Tensor, top_k: int, normalize: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts and weights."""
+
+
 class GroupLimitedRouter:
     """Chooses as :class:`SigmoidRouting` says; among equal scores the lowest number wins.
 
@@ -61,15 +79,17 @@ class GroupLimitedRouter:
         gate: The product with the router's matrix, [T, H] to [T, E].
         correction_bias: Added to the scores for the choice alone.
         routing: How many, and of which groups.
+        runtime: Chooses.
 
     Shapes:
         correction_bias: [E] f32
     """
 
-    def __init__(self, gate: Gate, correction_bias: torch.Tensor, routing: SigmoidRouting) -> None:
-        self.gate, self.correction_bias, self.routing = gate, correction_bias.numpy(), routing
+    def __init__(self, gate: Gate, correction_bias: Any, routing: SigmoidRouting, runtime: Choosing) -> None:
+        self.gate, self.correction_bias, self.routing = gate, correction_bias, routing
+        self._runtime = runtime
 
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each token, best first, and their weights.
 
         Shapes:
@@ -79,8 +99,8 @@ class GroupLimitedRouter:
             ``DeepseekV32TopkRouter`` of transformers; tests/moe/test_router.py has a scalar twin.
         """
         routing = self.routing
-        topk_ids, topk_weights = _native.route_by_sigmoid(
-            self.gate(x.contiguous().numpy()),
+        return self._runtime.route_by_sigmoid(
+            self.gate(x),
             self.correction_bias,
             routing.top_k,
             routing.num_groups,
@@ -88,7 +108,6 @@ class GroupLimitedRouter:
             routing.normalize,
             routing.scaling_factor,
         )
-        return torch.from_numpy(topk_ids), torch.from_numpy(topk_weights)
 
 
 class SoftmaxRouter:
@@ -97,12 +116,13 @@ class SoftmaxRouter:
     Args:
         gate: The product with the router's matrix, [T, H] to [T, E].
         routing: How many, and with which weights.
+        runtime: Chooses.
     """
 
-    def __init__(self, gate: Gate, routing: SoftmaxRouting) -> None:
-        self.gate, self.routing = gate, routing
+    def __init__(self, gate: Gate, routing: SoftmaxRouting, runtime: Choosing) -> None:
+        self.gate, self.routing, self._runtime = gate, routing, runtime
 
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each token, best first, and their weights.
 
         Shapes:
@@ -111,6 +131,4 @@ class SoftmaxRouter:
         Reference:
             ``Qwen3MoeTopKRouter`` of transformers; tests/moe/test_router.py has a scalar twin.
         """
-        logits = self.gate(x.contiguous().numpy())
-        topk_ids, topk_weights = _native.route_by_softmax(logits, self.routing.top_k, self.routing.normalize)
-        return torch.from_numpy(topk_ids), torch.from_numpy(topk_weights)
+        return self._runtime.route_by_softmax(self.gate(x), self.routing.top_k, self.routing.normalize)
