@@ -183,17 +183,39 @@ bool Transport::wait(uint64_t ticket, float* sum, const std::function<bool()>& i
   const std::lock_guard lock(mutex_);
   const std::shared_ptr<Step> step = find_or_throw(ticket);
   if (wait_until(*step, wire::kNever, interrupted) == Waited::kInterrupted) return false;
-
-  const size_t values = size_t{step->num_tokens} * config_.hidden_size;
-  std::memcpy(sum, step->partial_sums[0].data(), 4 * values);
-  for (size_t worker = 0; worker < links_.size(); ++worker) {
-    last_compute_us_[worker] = step->answers[worker].compute_us;
-  }
-  if (!step->sent_again) {
-    times_.record(step->layer, step->num_tokens, step->submitted, step->waited_from, step->answers);
-  }
-  forget(ticket);
+  take_sum(*step, sum);
   return true;
+}
+
+bool Transport::poll(uint64_t ticket, float* sum) {
+  const std::lock_guard lock(mutex_);
+  const std::shared_ptr<Step> step = find_or_throw(ticket);
+  if (wait_until(*step, Clock::now(), nullptr) == Waited::kTimedOut) return false;
+  take_sum(*step, sum);
+  return true;
+}
+
+// Of a step that every worker has answered, which is over then.
+void Transport::take_sum(const Step& step, float* sum) {
+  const size_t values = size_t{step.num_tokens} * config_.hidden_size;
+  std::memcpy(sum, step.partial_sums[0].data(), 4 * values);
+  for (size_t worker = 0; worker < links_.size(); ++worker) {
+    last_compute_us_[worker] = step.answers[worker].compute_us;
+  }
+  if (!step.sent_again) {
+    times_.record(step.layer, step.num_tokens, step.submitted, step.waited_from, step.answers);
+  }
+  forget(step.sequence);
+}
+
+std::vector<size_t> Transport::late() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<size_t> late;
+  for (size_t worker = 0; worker < links_.size(); ++worker) {
+    const auto is_missing = [worker](const auto& step) { return step->arrived[worker] == 0; };
+    if (std::any_of(in_flight_.begin(), in_flight_.end(), is_missing)) late.push_back(worker);
+  }
+  return late;
 }
 
 bool Transport::wait_some(uint64_t ticket, int64_t ms, std::vector<size_t>& late,

@@ -95,6 +95,12 @@ class Transport {
   // that has not answered: the step stays in flight, to be waited for again after replace().
   bool wait(uint64_t ticket, float* sum, const std::function<bool()>& interrupted = nullptr);
 
+  // As wait(), without waiting: false while somebody has not answered.
+  bool poll(uint64_t ticket, float* sum);
+
+  // The workers that have not answered a step in flight, ascending.
+  std::vector<size_t> late() const;
+
   // As wait(), without the sum and for `ms` at most; `late` tells who has not answered by then.
   bool wait_some(uint64_t ticket, int64_t ms, std::vector<size_t>& late,
                  const std::function<bool()>& interrupted = nullptr);
@@ -155,6 +161,7 @@ class Transport {
   std::shared_ptr<Step> new_step(uint32_t layer, uint16_t lane, uint32_t num_tokens);
   Waited wait_until(Step& step, wire::Deadline until, const std::function<bool()>& interrupted);
   bool sleep(const Step* step, wire::Deadline until);
+  void take_sum(const Step& step, float* sum);
   void add_in_order(Step& step) const;
   void send_until(wire::Deadline until);
   void send_to(size_t worker);

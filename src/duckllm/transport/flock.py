@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ _FIRST_PAUSE_S = 0.1  # before a worker that was lost again in one step is repla
 _IDLE_RETURN_S = 5.0
 _LONGEST_IDLE_PAUSE_S = 60.0
 _log = logging.getLogger("duckllm")
+_T = TypeVar("_T")
 
 
 class Flock:
@@ -67,12 +68,29 @@ class Flock:
             ClusterError: The transport is closed.
             KeyboardInterrupt: Ctrl-C, while it waits or while a worker is brought back.
         """
+
+        def attempt(silence_s: float) -> npt.NDArray[np.float32]:
+            # Computing may take any time, so silence alone proves nothing.
+            while late := self._transport.wait_some(ticket, silence_s):
+                self.drop_silent(late, silence_s)
+            return self._transport.wait(ticket)
+
+        return self.persist(attempt)
+
+    def persist(self, attempt: Callable[[float], _T]) -> _T:
+        """What ``attempt`` gives, tried again as long as workers are lost in it and brought back meanwhile.
+
+        Args:
+            attempt: Computes something on the workers; it is given how long they may be silent until
+                :meth:`drop_silent` is to be asked about them, seconds.
+
+        Raises: as :meth:`wait`, and what ``attempt`` does. No step is in flight then.
+        """
         num_losses, deadline = 0, 0.0
         try:
             while True:
                 try:
-                    self._wait_while_alive(ticket, self._silence_s * 2.0**num_losses)
-                    return self._transport.wait(ticket)
+                    return attempt(self._silence_s * 2.0**num_losses)
                 except WorkerLostError as error:
                     deadline = deadline or time.monotonic() + self._timeout_s
                     if num_losses > 0:
@@ -86,6 +104,15 @@ class Flock:
         except BaseException:
             self._transport.give_up()
             raise
+
+    def drop_silent(self, late: Sequence[int], silence_s: float) -> None:
+        """Drops those of the workers that do not live.
+
+        They are asked on a connection of its own, where a worker answers while it computes.
+        """
+        for worker in self._cluster.find_silent(late, silence_s):
+            self._silent.add(worker)
+            self._transport.drop(worker, f"it gave no sign of life for {2000 * silence_s:.0f} ms")
 
     def attend(self) -> None:
         """Notices who has gone while nothing was computed, and brings it back where that does not take long.
@@ -136,17 +163,6 @@ class Flock:
             tuple(self._num_replacements),
             tuple(self._is_lost),
         )
-
-    def _wait_while_alive(self, ticket: int, silence_s: float) -> None:
-        """Returns once every worker has answered; drops who neither answers nor lives.
-
-        Computing may take any time, so silence alone proves nothing: the worker is asked on a connection of
-        its own, where it answers while it computes.
-        """
-        while late := self._transport.wait_some(ticket, silence_s):
-            for worker in self._cluster.find_silent(late, silence_s):
-                self._silent.add(worker)
-                self._transport.drop(worker, f"it gave no sign of life for {2000 * silence_s:.0f} ms")
 
     def _bring_back(self, worker: int, error: WorkerLostError, deadline: float) -> None:
         lost, started = self._transport.address(worker), time.monotonic()
