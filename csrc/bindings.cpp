@@ -9,6 +9,7 @@ void bind_attention(nanobind::module_& m);
 void bind_rowwise(nanobind::module_& m);
 void bind_wire(nanobind::module_& m);
 void bind_transport(nanobind::module_& m);
+void bind_exchange(nanobind::module_& m);
 void bind_worker(nanobind::module_& m);
 void bind_weights(nanobind::module_& m);
 void bind_bench(nanobind::module_& m);
@@ -26,6 +27,7 @@ NB_MODULE(_native, m) {
   duck::bind_rowwise(m);
   duck::bind_wire(m);
   duck::bind_transport(m);
+  duck::bind_exchange(m);
   duck::bind_worker(m);
   duck::bind_weights(m);
   duck::bind_bench(m);

@@ -73,13 +73,7 @@ inline Step random_step(uint32_t tokens, uint32_t seed) {
 class Worker {
  public:
   explicit Worker(const StepLoopLimits& limits = {kMaxTokens, 0, 20'000, 20'000}) : pool_(2, 0) {
-    ExpertShape shape;
-    shape.hidden_size = kHidden;
-    shape.intermediate_size = 16 * kStripes;
-    shape.num_experts = kExperts;
-    shape.top_k = kTopK;
-    shape.num_stripes = kStripes;
-    experts_ = std::make_unique<Experts>(shape, kMaxTokens, Isa::kScalar, pool_);
+    experts_ = std::make_unique<Experts>(shape(), kMaxTokens, Isa::kScalar, pool_);
     fill_units();
     layers_[kLayer] = {units_, kStripes * unit_bytes(WeightFormat::kFp9, kHidden),
                        unit_bytes(WeightFormat::kFp9, kHidden)};
@@ -124,6 +118,17 @@ class Worker {
   void join() { thread_.join(); }
 
   const StepLoopEnd& end() const { return end_; }
+  const LayerUnits& units() const { return layers_.at(kLayer); }
+
+  static ExpertShape shape() {
+    ExpertShape shape;
+    shape.hidden_size = kHidden;
+    shape.intermediate_size = 16 * kStripes;
+    shape.num_experts = kExperts;
+    shape.top_k = kTopK;
+    shape.num_stripes = kStripes;
+    return shape;
+  }
 
   std::vector<float> expected(const Step& step) {
     std::vector<float> y(step.x.size());

@@ -12,6 +12,7 @@
 #include <string_view>
 #include <tuple>
 
+#include "transport/py_transport.h"
 #include "transport/transport.h"
 
 namespace nb = nanobind;
@@ -43,7 +44,8 @@ class PyTransport {
  public:
   PyTransport(std::vector<Transport::Peer> peers, const TransportConfig& config,
               std::unique_ptr<MulticastSender> multicast)
-      : config_(config), transport_(std::move(peers), config, std::move(multicast)) {}
+      : config_(config),
+        transport_(std::make_shared<Transport>(std::move(peers), config, std::move(multicast))) {}
 
   uint64_t submit(uint32_t layer, Matrix<const float> x, Matrix<const int32_t> topk_ids,
                   Matrix<const float> topk_weights, uint16_t lane) {
@@ -53,17 +55,17 @@ class PyTransport {
     check_shape("topk_ids", topk_ids.shape(0), topk_ids.shape(1), tokens, top_k);
     check_shape("topk_weights", topk_weights.shape(0), topk_weights.shape(1), tokens, top_k);
     nb::gil_scoped_release release;
-    return transport_.submit(layer, lane, static_cast<uint32_t>(tokens), static_cast<uint32_t>(top_k),
-                             x.data(), topk_ids.data(), topk_weights.data());
+    return transport_->submit(layer, lane, static_cast<uint32_t>(tokens), static_cast<uint32_t>(top_k),
+                              x.data(), topk_ids.data(), topk_weights.data());
   }
 
   void wait(uint64_t ticket, Matrix<float> out) {
     bool complete = false;
     {
       nb::gil_scoped_release release;
-      const uint32_t tokens = transport_.ticket_tokens(ticket);
+      const uint32_t tokens = transport_->ticket_tokens(ticket);
       check_shape("out", out.shape(0), out.shape(1), tokens, config_.hidden_size);
-      complete = transport_.wait(ticket, out.data(), interrupted);
+      complete = transport_->wait(ticket, out.data(), interrupted);
     }
     if (!complete) throw nb::python_error();
   }
@@ -73,20 +75,25 @@ class PyTransport {
     bool uninterrupted = false;
     {
       nb::gil_scoped_release release;
-      uninterrupted = transport_.wait_some(ticket, ms, late, interrupted);
+      uninterrupted = transport_->wait_some(ticket, ms, late, interrupted);
     }
     if (!uninterrupted) throw nb::python_error();
     return late;
   }
 
-  Transport& native() { return transport_; }
+  Transport& native() { return *transport_; }
+  const std::shared_ptr<Transport>& shared() const { return transport_; }
 
  private:
   const TransportConfig config_;
-  Transport transport_;
+  const std::shared_ptr<Transport> transport_;
 };
 
 }  // namespace
+
+std::shared_ptr<Transport> transport_of(nb::handle object) {
+  return nb::cast<const PyTransport&>(object).shared();
+}
 
 void bind_transport(nb::module_& m) {
   transport_error_type =

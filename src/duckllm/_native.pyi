@@ -839,6 +839,105 @@ class Transport:
     @property
     def closed(self) -> bool: ...
 
+EXCHANGE_LINE_WORDS: int = 32
+
+EXCHANGE_TIMED_OUT: int = 2
+
+class Program:
+    """The steps of a captured graph, in the order of publishing."""
+
+    def __init__(self) -> None: ...
+    def append(self, layer: int, lane: int, num_rows: int, top_k: int, num_flags: int) -> None:
+        """
+        Adds a step: num_rows rows of top_k experts, published by num_flags programs.
+        """
+
+    def steps(self) -> list[tuple[int, int, int, int, int]]:
+        """(layer, lane, num_rows, top_k, num_flags) of each step."""
+
+    def __len__(self) -> int: ...
+
+class LaneServer:
+    """Who computes the steps that an exchange takes from a GPU."""
+
+def transport_server(transport: Transport) -> LaneServer:
+    """The workers of a transport."""
+
+def experts_server(
+    units: dict[int, numpy.typing.NDArray[numpy.uint8]],
+    *,
+    hidden_size: int,
+    intermediate_size: int,
+    top_k: int,
+    max_tokens: int,
+    num_threads: int,
+    spin_us: int,
+    isa: str,
+    format: str,
+    prefill: str,
+    scale_layout: str,
+) -> LaneServer:
+    """
+    Whole experts in this process, with threads of their own.
+
+    Shapes:
+        units: [E, ceil(I/16), unit_bytes(H, format, scale_layout)] uint8 of each layer
+
+    Raises:
+        ValueError: sizes or names that make no sense.
+    """
+
+def echo_server(*, delay_us: int = 0, zeros: bool = True) -> LaneServer:
+    """Nobody: zeros, or the activations themselves, after a delay."""
+
+class Exchange:
+    """
+    Serves the steps that a GPU publishes in pinned memory while a captured graph runs.
+    """
+
+    def __init__(
+        self,
+        control: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order="C", device="cpu")],
+        lanes: Sequence[
+            tuple[
+                Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu")],
+                Annotated[NDArray[numpy.int32], dict(shape=(None, None), order="C", device="cpu")],
+                Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu")],
+                Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu")],
+            ]
+        ],
+        server: LaneServer,
+        *,
+        spin_us: int,
+        gpu_timeout_ms: int,
+    ) -> None:
+        """
+        control: [1 + 2 * lanes, EXCHANGE_LINE_WORDS] int32; lanes: x [M, H] f32, topk_ids [M, K] int32,
+        topk_weights [M, K] f32, y [M, H] f32 of each.
+        """
+
+    def start(self, program: Program, num_tokens: Sequence[int]) -> None:
+        """
+        Begins to serve a program, whose graph is replayed next. num_tokens: of each lane.
+        """
+
+    def finish(self, stall_ms: int) -> bool:
+        """
+        Waits for the program's end; False where nothing happened for stall_ms.
+        """
+
+    def abort(self) -> None:
+        """
+        Ends the program under way, if there is one, and frees the GPU from waiting.
+        """
+
+    def late(self) -> list[int]:
+        """The workers that the program waits for."""
+
+    @property
+    def num_answered(self) -> int:
+        """Steps answered since the exchange was made."""
+
 class MulticastReceiver:
     """Takes step requests by multicast over a UDP socket that it owns."""
 

@@ -49,6 +49,7 @@ class LocalExperts:
         if isa == "auto":
             isa = select_isa()
         self._instructions = check_prefill(prefill, isa)
+        self._isa, self._prefill, self._manifest = isa, prefill, manifest
         files = {layer: ExpertFile.open(manifest, layer) for layer in manifest.expert_layers}
         for file in files.values():
             file.verify()
@@ -86,6 +87,28 @@ class LocalExperts:
     def isa(self) -> str:
         """The instruction set in use, and the bf16 multipliers where prefill uses them."""
         return self._instructions
+
+    def server(self, *, max_tokens: int, num_threads: int, spin_us: int = 0) -> _native.LaneServer:
+        """The same experts for an exchange with a GPU, with threads and scratch memory of their own.
+
+        Args:
+            max_tokens: Most tokens in one step.
+            num_threads: Compute threads, the exchange's included.
+            spin_us: How long idle threads wait before they sleep, microseconds.
+        """
+        return _native.experts_server(
+            self._units,
+            hidden_size=self._manifest.hidden_size,
+            intermediate_size=self._manifest.moe_intermediate_size,
+            top_k=self._manifest.num_experts_per_tok,
+            max_tokens=max_tokens,
+            num_threads=num_threads,
+            spin_us=spin_us,
+            isa=self._isa,
+            format=self.weight_format,
+            prefill=self._prefill,
+            scale_layout=self._manifest.scale_layout,
+        )
 
     @property
     def weight_bytes(self) -> int:

@@ -115,7 +115,7 @@ class Transport:
             ClusterError: The transport is closed.
             ValueError: Shapes that do not fit; nothing was sent.
         """
-        with self._typed_errors():
+        with self.typed_errors():
             return self._native.submit(
                 layer,
                 np.ascontiguousarray(x, np.float32),
@@ -140,17 +140,26 @@ class Transport:
             ValueError: No such ticket is in flight.
             KeyboardInterrupt: Ctrl-C, at once; the step is given up, the transport stays usable.
         """
-        with self._typed_errors():
+        with self.typed_errors():
             if out is None:
                 out = np.empty((self._native.ticket_tokens(ticket), self.hidden_size), np.float32)
             self._native.wait(ticket, out)
-        if self._has_multicast:
-            for worker in self._native.take_unreached():
-                _log.warning(
-                    "multicast does not reach worker %s: it gets requests over its connection from now on",
-                    self._addresses[worker],
-                )
+        self.note_unreached()
         return out
+
+    def note_unreached(self) -> None:
+        """Says which workers multicast was found not to reach since the last call."""
+        if not self._has_multicast:
+            return
+        for worker in self._native.take_unreached():
+            _log.warning(
+                "multicast does not reach worker %s: it gets requests over its connection from now on",
+                self._addresses[worker],
+            )
+
+    def server(self) -> _native.LaneServer:
+        """These workers, for an exchange with a GPU."""
+        return _native.transport_server(self._native)
 
     def wait_some(self, ticket: int, timeout_s: float) -> tuple[int, ...]:
         """Waits at most ``timeout_s`` seconds; the workers that have not answered the step by then.
@@ -161,7 +170,7 @@ class Transport:
             ValueError: As :meth:`wait`.
             KeyboardInterrupt: As :meth:`wait`.
         """
-        with self._typed_errors():
+        with self.typed_errors():
             return tuple(self._native.wait_some(ticket, _milliseconds(timeout_s)))
 
     def drop(self, worker: int, reason: str) -> None:
@@ -196,7 +205,7 @@ class Transport:
             ClusterError: The transport is closed.
         """
         address = str(connection.address)
-        with self._typed_errors():
+        with self.typed_errors():
             self._native.replace(
                 worker, connection.detach_socket(), connection.memory, connection.multicast_bytes
             )
@@ -236,7 +245,8 @@ class Transport:
         self.close()
 
     @contextlib.contextmanager
-    def _typed_errors(self) -> Iterator[None]:
+    def typed_errors(self) -> Iterator[None]:
+        """Errors of the native transport within, as this class raises them."""
         try:
             yield
         except _native.TransportError as error:
