@@ -308,7 +308,7 @@ def test_a_tier_that_its_own_thread_closes_ends(
 ) -> None:
     """As where the garbage collector runs in that thread, under its lock, and finds the one it serves."""
     cache = make_cache(caches, 8, disk_dir=tmp_path)
-    tier, copy_page = cache._tiers._disk, cache._copy_page
+    tier, copy_page = cache._tiers._disk, cache._mover.read
     assert tier is not None
     monkeypatch.setattr(tier, "_copy_page", lambda page: cache.shut() or copy_page(page))
     use(cache, prompt_of(1, 3))

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
-import torch
 
 from duckllm.engine.cache_size import PAGE_TOKENS as PAGE_TOKENS
 from duckllm.engine.cache_size import num_pages as num_pages
 from duckllm.engine.disk_tier import PENDING
-from duckllm.engine.page_files import PageBytes, PageFormat, PageKey
+from duckllm.engine.page_files import PageFormat, PageKey
+from duckllm.engine.page_mover import PageMover
 from duckllm.engine.tiers import Tiers, TierSettings
 from duckllm.layers.step import LayerCache, SequenceStep
 from duckllm.outputs import CachePages
@@ -73,8 +73,9 @@ class KvCache:
         self.tensors = new_tensors(self.num_pages * PAGE_TOKENS)
         settings = tiers or TierSettings()
         self.format = page_format(self.tensors, settings)
+        self._mover = PageMover([tensor for layer in self.tensors for tensor in layer], PAGE_TOKENS)
         self._pages_a_fetch = max(1, FETCH_BYTES // self.format.page_bytes)
-        self._tiers = Tiers(settings, self.format, self._copy_page)
+        self._tiers = Tiers(settings, self.format, self._mover.read)
         self.clear()
 
     def clear(self) -> None:
@@ -147,7 +148,7 @@ class KvCache:
                     break
                 page = self._take(table)
                 table.pages.append(page)
-                self._put_page(page, content)
+                self._mover.write(page, content)
                 self._know(page, key)
                 table.hashes.append(key.hash)
                 table.found[tier] += 1
@@ -251,25 +252,6 @@ class KvCache:
         longest = int((stops - starts).argmax())
         start, stop = int(starts[longest]), int(stops[longest])
         return start if start == 0 else start + (stop - start) // 2
-
-    def _parts(self, page: int, content: PageBytes) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each tensor's rows of a page, and the part of ``content`` that holds them."""
-        start = 0
-        for tensor in (tensor for layer in self.tensors for tensor in layer):
-            rows = tensor[page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS]
-            stop = start + rows.numel() * rows.element_size()
-            yield rows, torch.from_numpy(content[start:stop]).view(rows.dtype).view(rows.shape)
-            start = stop
-
-    def _copy_page(self, page: int) -> PageBytes:
-        content = np.empty(self.format.page_bytes, np.uint8)
-        for rows, part in self._parts(page, content):
-            part.copy_(rows)
-        return content
-
-    def _put_page(self, page: int, content: PageBytes) -> None:
-        for rows, part in self._parts(page, content):
-            rows.copy_(part)
 
 
 def page_format(tensors: list[LayerCache], settings: TierSettings) -> PageFormat:
