@@ -1,0 +1,345 @@
+"""What MLA does to rows before and after attention, on a GPU, in Triton.
+
+Called by the CUDA runtime; what the CPU does for it is in :mod:`duckllm.layers.mla`. Latents are normed, keys
+rotated, and both stored in the cache; queries are multiplied by the key up-projection, and attention's result
+by the value up-projection, each head by its own matrix.
+
+The up-projections of FP8 stay bytes, widened on their way into the matrix units. Rows are f32 and go into the
+matrix units as f16 with a factor for each 128 numbers, as :mod:`duckllm.kernels.half_rows` has it, or as two
+bf16 numbers each where weights are bf16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from duckllm.kernels.fp8_linear import to_half_rows
+from duckllm.kernels.half_rows import (
+    DECODE_ROWS,
+    MAX_GROUPED_ROWS,
+    SCALE_BLOCK,
+    Activations,
+    empty_half_rows,
+    halve,
+)
+from duckllm.kernels.shared_memory import has_large_shared_memory
+from duckllm.kernels.step_rows import StepRows
+
+# Rows of a tile of a prefill.
+_PREFILL_ROWS = 64
+# Outputs of a tile of absorbed queries.
+_COLUMNS = 64
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """A matrix for each head: some rows of each head's part of a weight.
+
+    :meth:`stored` makes one. FP8 keeps its bytes where blocks of scales begin where matrices do, as in
+    all published models; else it becomes f32.
+
+    Args:
+        weight: All of the heads' rows, those of other matrices among them.
+        scales: Of each block of 128 x 128 weights; None where the weight has its own values.
+        num_heads: Heads.
+        head_rows: Rows from a head's first to the next head's.
+        first_row: Of a head's rows, the matrix's first.
+        size: Rows of a matrix.
+
+    Shapes:
+        weight: [heads * head_rows, lora] uint8 (bytes of e4m3 without NaN), bf16 or f32, contiguous;
+        scales: [ceil(heads * head_rows / 128), ceil(lora / 128)] f32
+    """
+
+    weight: torch.Tensor
+    scales: torch.Tensor | None
+    num_heads: int
+    head_rows: int
+    first_row: int
+    size: int
+
+    @classmethod
+    def stored(
+        cls, weight: torch.Tensor, scales: torch.Tensor | None, num_heads: int, first_row: int, size: int
+    ) -> HeadWeights:
+        """The matrices that begin ``first_row`` rows after a head's first row.
+
+        ``kv_b_proj`` has a head's key up-projection first, ``stored(..., 0, nope)``, and then its value
+        up-projection, ``stored(..., nope, v)``. Both share the weight's memory where it stays as it is.
+
+        Shapes:
+            weight: [heads * (nope + v), lora] of e4m3 or its bytes, bf16 or f32; scales: as above
+        """
+        head_rows = weight.shape[0] // num_heads
+        if scales is None:
+            kept = weight if weight.dtype == torch.bfloat16 else weight.float()
+            return cls(kept, None, num_heads, head_rows, first_row, size)
+        codes = weight.view(torch.uint8)
+        if head_rows % SCALE_BLOCK == 0 and first_row % SCALE_BLOCK == 0:
+            return cls(codes, scales.float().contiguous(), num_heads, head_rows, first_row, size)
+        spread = scales.float().repeat_interleave(SCALE_BLOCK, 0)[: weight.shape[0]]
+        spread = spread.repeat_interleave(SCALE_BLOCK, 1)[:, : weight.shape[1]]
+        values = codes.view(torch.float8_e4m3fn).float() * spread
+        own = values.view(num_heads, head_rows, -1)[:, first_row : first_row + size]
+        return cls(own.reshape(num_heads * size, -1).contiguous(), None, num_heads, size, 0, size)
+
+    @property
+    def lora(self) -> int:
+        """Width of the latent."""
+        return self.weight.shape[1]
+
+
+@triton.jit
+def load_rotated(x, pair, mask, cos, sin, half, INTERLEAVED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First and second results of pairs whose numbers lie at ``x``: neighbours, or in the two halves."""
+    if INTERLEAVED:
+        first = tl.load(x + 2 * pair, mask=mask, other=0.0)
+        second = tl.load(x + 2 * pair + 1, mask=mask, other=0.0)
+    else:
+        first = tl.load(x + pair, mask=mask, other=0.0)
+        second = tl.load(x + half + pair, mask=mask, other=0.0)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _store_latents(  # type: ignore[no-untyped-def]
+    kv_ptr, norm_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, cache_ptr, kv_stride, lora, half, eps,
+    LORA: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row)
+    if slot >= 0:
+        x = kv_ptr + row.to(tl.int64) * kv_stride
+        out = cache_ptr + slot.to(tl.int64) * (lora + 2 * half)
+        wide, pair = tl.arange(0, LORA), tl.arange(0, HALF)
+        latent = tl.load(x + wide, mask=wide < lora, other=0.0)
+        weight = tl.load(norm_ptr + wide, mask=wide < lora, other=0.0)
+        y = latent * tl.rsqrt(tl.sum(latent * latent, 0) / lora + eps) * weight
+        tl.store(out + wide, y.to(cache_ptr.dtype.element_ty), mask=wide < lora)
+        angles = tl.load(positions_ptr + row).to(tl.int64) * half + pair
+        cos = tl.load(cos_ptr + angles, mask=pair < half, other=0.0)
+        sin = tl.load(sin_ptr + angles, mask=pair < half, other=0.0)
+        first, second = load_rotated(x + lora, pair, pair < half, cos, sin, half, INTERLEAVED)
+        tl.store(out + lora + pair, first.to(cache_ptr.dtype.element_ty), mask=pair < half)
+        tl.store(out + lora + half + pair, second.to(cache_ptr.dtype.element_ty), mask=pair < half)
+
+
+def store_latents(
+    kv: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    interleaved: bool,
+    rows: StepRows,
+    cache: torch.Tensor,
+) -> None:
+    """Stores each row's latent, normed by its root mean square, and its rotated key.
+
+    Args:
+        kv: Latents, and keys that are not rotated yet.
+        norm_weight: Of the norm.
+        eps: Of the norm.
+        interleaved: Whether rotated pairs are neighbours, or lie in the two halves.
+        rows: Where rows belong.
+        cache: Latents and rotated keys, first elements of pairs before second ones.
+
+    Shapes:
+        kv: [R, lora + rope] f32, any distance between rows; norm_weight: [lora] f32;
+        cache: [slots, lora + rope] bf16
+
+    Reference:
+        tests/kernels/test_mla_rows.py, float64: the cache's rounding.
+    """
+    lora, half = len(norm_weight), rows.cos.shape[1]
+    _store_latents[(rows.num_rows,)](
+        kv, norm_weight, rows.positions, rows.slots, rows.cos, rows.sin, cache, kv.stride(0), lora, half, eps,
+        LORA=triton.next_power_of_2(lora), HALF=triton.next_power_of_2(half), INTERLEAVED=interleaved,
+        num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _widened(codes, HAS_E4M3: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Bytes of e4m3 as f16, exactly; where there is no instruction for it, 2^-8 of them: their bits moved."""
+    if HAS_E4M3:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    wide = codes.to(tl.uint16)
+    return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _add_product(total, x, w, scale, HAS_E4M3: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``total + x w``: x [M, K] f32, w [K, N] as stored, with one scale for all of FP8."""
+    if w.dtype == tl.uint8:
+        halves, factors = halve(x)
+        if not HAS_E4M3:
+            scale *= 256.0
+        total += tl.dot(halves, _widened(w, HAS_E4M3)) * (factors * scale)[:, None]
+    elif w.dtype == tl.float32:
+        total = tl.dot(x, w, total, input_precision="tf32x3")
+    else:  # two numbers of 8 bits are one of 16
+        high = x.to(w.dtype)
+        total = tl.dot(high, w, total)
+        total = tl.dot((x - high.to(tl.float32)).to(w.dtype), w, total)
+    return total
+
+
+@triton.jit
+def _absorb(  # type: ignore[no-untyped-def]
+    heads_ptr, w_ptr, scales_ptr, positions_ptr, cos_ptr, sin_ptr, q_ptr,
+    num_rows, heads_stride, num_heads, head_rows, first_row, nope, lora, half,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_E4M3: tl.constexpr,
+):  # fmt: skip
+    """A tile of [ROWS, COLUMNS] of a head's queries; the last tile of a head is its rotated part."""
+    group, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = group * ROWS + tl.arange(0, ROWS)
+    in_rows = (row < num_rows)[:, None]
+    x_rows = heads_ptr + row.to(tl.int64)[:, None] * heads_stride + head * (nope + 2 * half)
+    q_rows = q_ptr + (row.to(tl.int64) * num_heads + head)[:, None] * (lora + 2 * half)
+    if tile == tl.num_programs(1) - 1:
+        pair = tl.arange(0, HALF)[None, :]
+        mask = in_rows & (pair < half)
+        angles = tl.load(positions_ptr + row, mask=row < num_rows, other=0).to(tl.int64)[:, None] * half
+        cos = tl.load(cos_ptr + angles + pair, mask=mask, other=0.0)
+        sin = tl.load(sin_ptr + angles + pair, mask=mask, other=0.0)
+        first, second = load_rotated(x_rows + nope, pair, mask, cos, sin, half, INTERLEAVED)
+        tl.store(q_rows + lora + pair, first.to(q_ptr.dtype.element_ty), mask=mask)
+        tl.store(q_rows + lora + half + pair, second.to(q_ptr.dtype.element_ty), mask=mask)
+    else:
+        column = tile * COLUMNS + tl.arange(0, COLUMNS)
+        in_columns = (column < lora)[None, :]
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        top = head * head_rows + first_row
+        scale = 1.0
+        for start in tl.range(0, nope, 128, num_stages=1):
+            k = start + tl.arange(0, 128)
+            w_rows = w_ptr + (top + k).to(tl.int64)[:, None] * lora
+            w = tl.load(w_rows + column[None, :], mask=(k < nope)[:, None] & in_columns, other=0)
+            x = tl.load(x_rows + k[None, :], mask=in_rows & (k < nope)[None, :], other=0.0)
+            if HAS_SCALES:  # COLUMNS divides 128
+                block = (top + start) // 128 * tl.cdiv(lora, 128) + tile * COLUMNS // 128
+                scale = tl.load(scales_ptr + block)
+            total = _add_product(total, x, w, scale, HAS_E4M3)
+        tl.store(q_rows + column[None, :], total.to(q_ptr.dtype.element_ty), mask=in_rows & in_columns)
+
+
+@triton.jit
+def _raise(  # type: ignore[no-untyped-def]
+    context_ptr, w_ptr, scales_ptr, values_ptr, half_ptr, factors_ptr,
+    num_rows, padded_rows, num_heads, head_rows, first_row, size, lora,
+    ROWS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_E4M3: tl.constexpr, HALVED: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """A tile of [ROWS, 128] of a head's values."""
+    group, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = group * ROWS + tl.arange(0, ROWS)
+    in_rows = (row < num_rows)[:, None]
+    x_rows = context_ptr + (row.to(tl.int64) * num_heads + head)[:, None] * lora
+    column = tile * 128 + tl.arange(0, 128)
+    in_columns = (column < size)[None, :]
+    w_rows = w_ptr + (head * head_rows + first_row + column).to(tl.int64)[:, None] * lora
+    scales = scales_ptr + (head * head_rows + first_row + tile * 128) // 128 * tl.cdiv(lora, 128)
+    total = tl.zeros((ROWS, 128), tl.float32)
+    scale = 1.0
+    for start in tl.range(0, lora, 128, num_stages=STAGES):
+        k = start + tl.arange(0, 128)
+        w = tl.load(w_rows + k[None, :], mask=(column < size)[:, None] & (k < lora)[None, :], other=0)
+        x = tl.load(x_rows + k[None, :], mask=in_rows & (k < lora)[None, :], other=0.0).to(tl.float32)
+        if HAS_SCALES:
+            scale = tl.load(scales + start // 128)
+        total = _add_product(total, x, w.T, scale, HAS_E4M3)
+    width = num_heads * size
+    at = row.to(tl.int64)[:, None] * width + head * size + column[None, :]
+    tl.store(values_ptr + at, total, mask=in_rows & in_columns)
+    if HALVED:  # a tile is a block of 128 numbers
+        halves, factors = halve(total)
+        tl.store(half_ptr + at, halves, mask=in_rows)
+        block = (head * size) // 128 + tile
+        tl.store(factors_ptr + block * padded_rows + row, factors, mask=row < num_rows)
+
+
+def _tile_rows(num_rows: int, weight: torch.Tensor) -> int:
+    """Rows of a tile: few of f32, whose products take many registers."""
+    return DECODE_ROWS if num_rows <= MAX_GROUPED_ROWS or weight.dtype == torch.float32 else _PREFILL_ROWS
+
+
+def _raise_stages(weight: torch.Tensor, tile: int) -> int:
+    """Blocks of 128 columns on their way at a time: as many as there is shared memory for."""
+    if tile == DECODE_ROWS:
+        return 4 if weight.dtype == torch.uint8 else 2
+    return 2 if weight.dtype == torch.uint8 and has_large_shared_memory(weight.device.index or 0) else 1
+
+
+def _has_e4m3(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def absorb(
+    heads: torch.Tensor, key_up: HeadWeights, interleaved: bool, rows: StepRows, dtype: torch.dtype
+) -> torch.Tensor:
+    """Queries in the absorbed form: each head's first part times its key up-projection, and the rest rotated.
+
+    Up to 64 rows each row's bits depend on that row alone.
+
+    Args:
+        heads: Queries, each head's rotated part last, which is not rotated yet.
+        key_up: A head's matrix is [nope, lora].
+        interleaved: Whether rotated pairs are neighbours, or lie in the two halves.
+        rows: Where rows belong.
+        dtype: Of the result: the cache's.
+
+    Shapes:
+        heads: [R, heads * (nope + rope)] f32, any distance between rows; result: [R, heads, lora + rope]
+
+    Reference:
+        tests/kernels/test_mla_rows.py, float64: 2^-11 of the sum of magnitudes.
+    """
+    num_rows, half = rows.num_rows, rows.cos.shape[1]
+    num_heads, lora = key_up.num_heads, key_up.lora
+    q = torch.empty(num_rows, num_heads, lora + 2 * half, dtype=dtype, device=heads.device)
+    tile, columns = _tile_rows(num_rows, key_up.weight), min(_COLUMNS, max(16, triton.next_power_of_2(lora)))
+    grid = (triton.cdiv(num_rows, tile), triton.cdiv(lora, columns) + 1, num_heads)
+    _absorb[grid](
+        heads, key_up.weight, key_up.weight if key_up.scales is None else key_up.scales,
+        rows.positions, rows.cos, rows.sin, q, num_rows, heads.stride(0), num_heads, key_up.head_rows,
+        key_up.first_row, key_up.size, lora, half, ROWS=tile, COLUMNS=columns,
+        HALF=triton.next_power_of_2(half), INTERLEAVED=interleaved, HAS_SCALES=key_up.scales is not None,
+        HAS_E4M3=_has_e4m3(heads.device), num_warps=4,
+    )  # fmt: skip
+    return q
+
+
+def raise_values(context: torch.Tensor, value_up: HeadWeights) -> Activations:
+    """Attention's result for each head times its value up-projection, as the output projection takes it.
+
+    Up to 64 rows each row's bits depend on that row alone.
+
+    Args:
+        context: Weighted latents.
+        value_up: A head's matrix is [v, lora], which the latent is multiplied with.
+
+    Shapes:
+        context: [R, heads, lora] f32 or bf16, contiguous; result: [R, heads * v]
+
+    Reference:
+        tests/kernels/test_mla_rows.py, float64: 2^-11 of the sum of magnitudes.
+    """
+    num_rows, num_heads, lora = context.shape
+    size = value_up.size
+    width, tile = num_heads * size, _tile_rows(num_rows, value_up.weight)
+    values = torch.empty(num_rows, width, dtype=torch.float32, device=context.device)
+    half = empty_half_rows(num_rows, width, context.device)
+    is_halved = size % SCALE_BLOCK == 0
+    grid = (triton.cdiv(num_rows, tile), num_heads, triton.cdiv(size, SCALE_BLOCK))
+    _raise[grid](
+        context, value_up.weight, value_up.weight if value_up.scales is None else value_up.scales,
+        values, half.values, half.factors, num_rows, half.values.shape[0], num_heads, value_up.head_rows,
+        value_up.first_row, size, lora, ROWS=tile, HAS_SCALES=value_up.scales is not None,
+        HAS_E4M3=_has_e4m3(context.device), HALVED=is_halved,
+        STAGES=_raise_stages(value_up.weight, tile), num_warps=4,
+    )  # fmt: skip
+    return Activations(values, half if is_halved else to_half_rows(values))
