@@ -8,16 +8,22 @@ numbers of a row keeps; products of f16 are exact in the matrix units, and sums 
 for all cards, and nothing is rounded that a checkpoint's own arithmetic does not round. The e4m3 matrix units
 of Hopper would take activations as two e4m3 numbers each without loss, and are faster for large weights, but
 add up with some 13 bits: 3e-4 of the result instead of 2e-7 (docs/log.md).
+
+A product may be summed over K in any order, if both sides have the same. So in a decode step a thread reads
+16 weights that are neighbours in memory, and they are its part of the matrix units' operand as they are:
+bytes go to registers by the widest loads and never through shared memory. Each warp of a program has blocks
+of K of its own, so that a program has whole sums, and adds the warps' once, at its end.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from duckllm.kernels.half_rows import (
     DECODE_ROWS,
@@ -31,6 +37,12 @@ from duckllm.kernels.half_rows import (
 from duckllm.kernels.shared_memory import has_large_shared_memory
 
 
+@lru_cache
+def can_start_early(device: int) -> bool:
+    """Whether a kernel may start while the one before it runs, and wait within for its end."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def to_half_rows(x: torch.Tensor) -> HalfRows:
     """``x`` in f16 with a factor for each 128 numbers.
 
@@ -42,18 +54,25 @@ def to_half_rows(x: torch.Tensor) -> HalfRows:
     """
     num_rows, width = x.shape
     rows = empty_half_rows(num_rows, width, x.device)
-    _half_rows[(num_rows, len(rows.factors))](
-        x, rows.values, rows.factors, width, x.stride(0), rows.values.shape[0], num_warps=1
-    )
+    # Few rows fill the card by many programs, of many rows each program has enough to do.
+    blocks, num_warps = (1, 1) if num_rows <= MAX_GROUPED_ROWS else (8, 4)
+    _half_rows[(num_rows, triton.cdiv(len(rows.factors), blocks))](
+        x, rows.values, rows.factors, width, x.stride(0), rows.values.shape[0],
+        BLOCKS=blocks, EARLY=can_start_early(x.device.index or 0), num_warps=num_warps,
+    )  # fmt: skip
     return rows
 
 
 @triton.jit
-def _half_rows(x_ptr, values_ptr, factors_ptr, width, x_stride, padded_rows):  # type: ignore[no-untyped-def]
-    row, block = tl.program_id(0), tl.program_id(1)
-    k = block * 128 + tl.arange(0, 128)[None, :]
+def _half_rows(  # type: ignore[no-untyped-def]
+    x_ptr, values_ptr, factors_ptr, width, x_stride, padded_rows, BLOCKS: tl.constexpr, EARLY: tl.constexpr
+):
+    if EARLY:
+        gdc_launch_dependents()
+    row, first = tl.program_id(0), tl.program_id(1) * BLOCKS
+    k = (first + tl.arange(0, BLOCKS))[:, None] * 128 + tl.arange(0, 128)[None, :]
     x = tl.load(x_ptr + row.to(tl.int64) * x_stride + k, mask=k < width, other=0.0).to(tl.float32)
-    store_half_blocks(values_ptr, factors_ptr, row, block, x, width, padded_rows, 1)
+    store_half_blocks(values_ptr, factors_ptr, row, first, x, width, padded_rows, BLOCKS)
 
 
 @triton.jit
@@ -61,60 +80,139 @@ def _widen(codes, HAS_E4M3: tl.constexpr):  # type: ignore[no-untyped-def]
     """Bytes of e4m3 as f16, exactly; where there is no instruction for it, 2^-8 of them: their bits moved."""
     if HAS_E4M3:
         return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    wide = codes.to(tl.uint16)
-    return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    # Four at a time: each byte to the top of a half, and all but the sign moved down by one.
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 low, high, low_bits, high_bits;
+            prmt.b32 low, $2, 0, 0x1404;
+            prmt.b32 high, $2, 0, 0x3424;
+            shr.u32 low_bits, low, 1;
+            shr.u32 high_bits, high, 1;
+            and.b32 low_bits, low_bits, 0x3F803F80;
+            and.b32 high_bits, high_bits, 0x3F803F80;
+            lop3.b32 $0, low, 0x80008000, low_bits, 0xEA;
+            lop3.b32 $1, high, 0x80008000, high_bits, 0xEA;
+        }
+        """,
+        "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4,
+    )  # fmt: skip
 
 
 @triton.jit
+def _load(at, k, width, EVEN: tl.constexpr, ONCE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What is at ``at``: column ``k`` of a block, of which ``width`` columns are there."""
+    if EVEN and ONCE:
+        return tl.load(at, eviction_policy="evict_first")
+    elif EVEN:
+        return tl.load(at)
+    return tl.load(at, mask=k < width, other=0)
+
+
+@triton.jit
+def _load_halves(at, k, width, other, OTHER_K: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Four pieces for each thread, [T, E, 2, 2]: at an offset of 0 or ``other``, and of 0 or 64 columns."""
+    near = tl.join(_load(at, k, width, EVEN, ONCE), _load(at + other, k + OTHER_K, width, EVEN, ONCE))
+    at, k = at + 64, k + 64
+    far = tl.join(_load(at, k, width, EVEN, ONCE), _load(at + other, k + OTHER_K, width, EVEN, ONCE))
+    return tl.join(near, far)
+
+
+@triton.jit
+def _load_weights(at, k, width, K, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A block's bytes of BLOCK_N outputs for each warp: [T, 16, 2 (8 outputs on), 2 (half), BLOCK_N / 16]."""
+    # Lanes have the first 8 outputs, and 16 bytes of them each.
+    codes = _load_halves(at, k, width, 8 * K, 0, EVEN, ONCE)
+    if BLOCK_N == 32:
+        codes = tl.join(codes, _load_halves(at + 16 * K, k, width, 8 * K, 0, EVEN, ONCE))
+    elif BLOCK_N == 64:
+        codes = tl.join(codes, _load_halves(at + 32 * K, k, width, 8 * K, 0, EVEN, ONCE))
+        odd = tl.join(
+            _load_halves(at + 16 * K, k, width, 8 * K, 0, EVEN, ONCE),
+            _load_halves(at + 48 * K, k, width, 8 * K, 0, EVEN, ONCE),
+        )
+        codes = tl.join(codes, odd)
+    return codes
+
+
+@triton.jit
+def _weight_operand(codes, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Those bytes as [WARPS, BLOCK_N, 128], columns in the order in which the matrix units want them."""
+    # Column 64 h + 16 t + 8 j + i of memory, with t a lane's, is column 64 h + 32 j + 8 t + i of the operand.
+    codes = tl.reshape(codes, (WARPS, 8, 4, 2, 8, 2, 2, BLOCK_N // 16))
+    return tl.reshape(tl.permute(codes, (0, 7, 5, 1, 6, 3, 2, 4)), (WARPS, BLOCK_N, 128))
+
+
+@triton.jit
+def _load_rows(at, k, width, next_rows, ROWS: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A block's numbers of ROWS rows for each warp: [T, 8, 2 (8 columns on), 2 (half), ROWS / 8]."""
+    x = _load_halves(at, k, width, 8, 8, EVEN, False)
+    if ROWS == 16:
+        x = tl.join(x, _load_halves(at + next_rows, k, width, 8, 8, EVEN, False))
+    return x
+
+
+@triton.jit
+def _row_operand(x, ROWS: tl.constexpr, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Those numbers as [WARPS, 128, ROWS], columns in the order of the weights'."""
+    x = tl.reshape(x, (WARPS, 8, 4, 8, 2, 2, ROWS // 8))
+    return tl.reshape(tl.permute(x, (0, 5, 4, 2, 3, 6, 1)), (WARPS, 128, ROWS))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def _multiply_rows(  # type: ignore[no-untyped-def]
-    values_ptr, factors_ptr, w_ptr, s_ptr, y_ptr, partial_ptr, count_ptr,
-    num_rows, padded_rows, N, K, y_stride, split,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
-    HAS_E4M3: tl.constexpr,
+    values_ptr, factors_ptr, w_ptr, s_ptr, y_ptr, num_rows, padded_rows, N, K, y_stride,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
+    ONCE: tl.constexpr, HAS_E4M3: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A tile of [ROWS, BLOCK_N] outputs over one part of K."""
+    """A tile of [ROWS, BLOCK_N] outputs. Warp w takes each WARPS-th block of 128 columns, from block w on."""
+    if EARLY:
+        gdc_launch_dependents()
     # Groups of rows that share weights are neighbours, so that all but one find them in the L2 cache.
-    group, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group, tile = tl.program_id(0), tl.program_id(1)
     num_blocks = tl.cdiv(K, 128)
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = group * ROWS + tl.arange(0, ROWS)
-    k = tl.arange(0, 128)
-    w_rows = w_ptr + n.to(tl.int64)[:, None] * K
-    x_rows = values_ptr + m.to(tl.int64)[:, None] * K
+    thread = tl.arange(0, 32 * WARPS)[:, None]
+    warp, lane_row, lane_column = thread // 32, thread % 32 // 4, thread % 4
+    # Rows past the last one read that again, so that no load has to be masked for them.
+    n = tl.minimum(tile * BLOCK_N + lane_row, N - 1)
+    m = tl.minimum(group * ROWS + lane_row, num_rows - 1)
+    next_rows = (tl.minimum(group * ROWS + lane_row + 8, num_rows - 1) - m) * K
+    w_k = lane_column * 16 + tl.arange(0, 16)[None, :]
+    x_k = lane_column * 16 + tl.arange(0, 8)[None, :]
+    w_at = w_ptr + n.to(tl.int64) * K + w_k
+    x_at = values_ptr + m * K + x_k
+    rows = group * ROWS + tl.arange(0, ROWS)
     scales = s_ptr + (tile * BLOCK_N // 128) * num_blocks  # BLOCK_N divides 128
-    total = tl.zeros((ROWS, BLOCK_N), tl.float32)
-    first, last = num_blocks * part // split, num_blocks * (part + 1) // split
-    for block in tl.range(first, last, num_stages=STAGES):
-        columns = block * 128 + k
-        if EVEN:
-            codes = tl.load(w_rows + columns[None, :])
-            x = tl.load(x_rows + columns[None, :])
+    total = tl.zeros((WARPS, BLOCK_N, ROWS), tl.float32)
+    for first in tl.range(0, num_blocks, WARPS * AHEAD, num_stages=1):
+        # All weights of AHEAD blocks are asked for before anything else is.
+        codes = ()
+        for i in tl.static_range(AHEAD):
+            block = tl.minimum(first + i * WARPS + warp, num_blocks - 1)
+            loaded = _load_weights(w_at + block * 128, w_k, K - block * 128, K, BLOCK_N, EVEN, ONCE)
+            codes += (loaded,)  # type: ignore[assignment]
+        # The compiler would move loads down, between the products, to use fewer registers.
+        if EARLY:
+            gdc_wait()
         else:
-            codes = tl.load(
-                w_rows + columns[None, :], mask=(n < N)[:, None] & (columns < K)[None, :], other=0
-            )
-            x = tl.load(x_rows + columns[None, :], mask=(columns < K)[None, :], other=0.0)
-        factor = tl.load(factors_ptr + block * padded_rows + m) * tl.load(scales + block)
-        total += tl.dot(x, _widen(codes, HAS_E4M3).T) * factor[:, None]
+            tl.debug_barrier()
+        factors = ()
+        for i in tl.static_range(AHEAD):
+            block = first + i * WARPS + tl.arange(0, WARPS)
+            scale = tl.where(block < num_blocks, tl.load(scales + tl.minimum(block, num_blocks - 1)), 0.0)
+            at = factors_ptr + tl.minimum(block, num_blocks - 1)[:, None] * padded_rows + rows[None, :]
+            factors += (tl.load(at) * scale[:, None],)  # type: ignore[assignment]
+        for i in tl.static_range(AHEAD):
+            block = tl.minimum(first + i * WARPS + warp, num_blocks - 1)
+            x = _load_rows(x_at + block * 128, x_k, K - block * 128, next_rows, ROWS, EVEN)
+            w = _widen(_weight_operand(codes[i], BLOCK_N, WARPS), HAS_E4M3)
+            total += tl.dot(w, _row_operand(x, ROWS, WARPS)) * factors[i][:, None, :]
     if not HAS_E4M3:
         total *= 256.0
-    in_y = (n < N)[None, :] & (m < num_rows)[:, None]
-    y_at = y_ptr + m.to(tl.int64)[:, None] * y_stride + n[None, :]
-    if split == 1:
-        tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=in_y)
-    else:
-        # Whoever is last adds up all parts in their order, so that it does not matter who that is.
-        slot = tile * tl.num_programs(0) + group
-        inner = tl.arange(0, ROWS)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        at = partial_ptr + slot.to(tl.int64) * split * BLOCK_N * ROWS + inner
-        tl.store(at + part * BLOCK_N * ROWS, total, mask=in_y)
-        tl.debug_barrier()
-        if tl.atomic_add(count_ptr + slot, 1, sem="acq_rel") == split - 1:
-            total = tl.zeros((ROWS, BLOCK_N), tl.float32)
-            for other in range(split):
-                total += tl.load(at + other * BLOCK_N * ROWS, mask=in_y, other=0.0, cache_modifier=".cg")
-            tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=in_y)
-            tl.store(count_ptr + slot, 0)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    y_at = y_ptr + rows.to(tl.int64)[None, :] * y_stride + n[:, None]
+    y = tl.sum(total, 0).to(y_ptr.dtype.element_ty)
+    tl.store(y_at, y, mask=(n < N)[:, None] & (rows < num_rows)[None, :])
 
 
 @triton.jit
@@ -152,71 +250,59 @@ def _multiply_tiles(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a product is cut among programs.
+    """How the product of a decode step is cut.
 
     Args:
-        block_n: Outputs of a tile.
-        split: Parts of K that a tile is computed in.
-        num_stages: Blocks of 128 columns that are on their way at a time.
-        num_warps: Warps of a program.
+        block_n: Outputs of a program.
+        num_warps: Warps of a program, each of which adds up a part of K. A row's bits depend on it.
+        ahead: Blocks of 128 columns that a warp asks for at a time.
+        max_registers: Of a thread; none is the compiler's choice.
     """
 
     block_n: int
-    split: int
-    num_stages: int
     num_warps: int
+    ahead: int
+    max_registers: int | None
 
 
 @lru_cache
 def decode_tiling(out_features: int, in_features: int, device: int) -> Tiling:
-    """The cut of a decode step.
+    """The cut for up to 8 rows.
 
     It depends on the weight and the card alone, so that a row gives the same bits whatever goes with it.
     """
-    properties = torch.cuda.get_device_properties(device)
-    tiles = triton.cdiv(out_features, 64)
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count
     num_blocks = triton.cdiv(in_features, SCALE_BLOCK)
-    # Two programs for each multiprocessor keep enough bytes on their way; more only add to the sums.
-    split = max(1, min(num_blocks, round(2 * properties.multi_processor_count / tiles)))
-    return Tiling(64, split, 8 if has_large_shared_memory(device) else 4, 2)
+    num_warps = 2 if num_blocks < 16 else 4 if num_blocks < 96 else 8
+    # Wide tiles read x less often, if enough warps have enough on its way: 4 on a multiprocessor with 16 KB
+    # each, or 12 with 8 KB.
+    if num_warps == 2 and out_features >= 2 * 64 * num_processors:
+        return Tiling(64, num_warps, 2, None)
+    if out_features * num_warps >= 12 * 32 * num_processors:
+        return Tiling(32, num_warps, 8 // num_warps, None)
+    # Few tiles have all of K on its way in two turns, or as much as there are registers for.
+    rounds = triton.cdiv(num_blocks, num_warps)
+    ahead = triton.cdiv(rounds, max(2, triton.cdiv(rounds, 7)))
+    return Tiling(16, num_warps, ahead, 128 if ahead <= 4 else None)
 
 
-class Workspace:
-    """Partial sums of products on one stream: one at a time.
-
-    Args:
-        device: Where.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._partials = torch.empty(0, dtype=torch.float32, device=device)
-        self._counts = torch.zeros(0, dtype=torch.int32, device=device)
-
-    def reserve(self, num_tiles: int, num_partials: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for so many numbers, and zeroed counters for so many tiles.
-
-        What is captured in a graph has to be reserved before.
-        """
-        if self._partials.numel() < num_partials:
-            self._partials = torch.empty(num_partials, dtype=torch.float32, device=self._device)
-        if self._counts.numel() < num_tiles:
-            self._counts = torch.zeros(num_tiles, dtype=torch.int32, device=self._device)
-        return self._partials, self._counts
+def _tile_stages(num_programs: int, device: int) -> int:
+    """How many blocks of 128 columns a program of many rows has on their way."""
+    # With two a multiprocessor has room for two programs, one of which widens while the other one multiplies.
+    is_alone = num_programs <= torch.cuda.get_device_properties(device).multi_processor_count
+    return 4 if is_alone and has_large_shared_memory(device) else 2
 
 
-def multiply(
-    x: HalfRows, weight: torch.Tensor, scales: torch.Tensor, workspace: Workspace, dtype: torch.dtype
-) -> torch.Tensor:
+def multiply(x: HalfRows, weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``x W^T``, with f32 sums.
 
-    Up to 64 rows each row's bits depend on that row alone.
+    Up to 64 rows each row's bits depend on that row alone. The kernel may start before the one in front of it
+    has ended, and read weights: nothing that is still on its way in the stream may be writing them.
 
     Args:
         x: Activations.
         weight: W.
         scales: Of each block of 128 x 128 weights.
-        workspace: For partial sums.
         dtype: Of the result.
 
     Shapes:
@@ -235,19 +321,21 @@ def multiply(
         grid = (padded_rows // TILE_ROWS, triton.cdiv(out_features, 64))
         _multiply_tiles[grid](
             x.values, x.factors, weight, scales, y, x.num_rows, padded_rows, out_features, in_features,
-            y.stride(0), ROWS=TILE_ROWS, BLOCK_N=64, STAGES=4 if has_large_shared_memory(device) else 2,
+            y.stride(0), ROWS=TILE_ROWS, BLOCK_N=64, STAGES=_tile_stages(grid[0] * grid[1], device),
             EVEN=is_even, HAS_E4M3=has_e4m3, num_warps=4,
         )  # fmt: skip
         return y
     tiling = decode_tiling(out_features, in_features, device)
-    groups, tiles = padded_rows // DECODE_ROWS, triton.cdiv(out_features, tiling.block_n)
-    slots = groups * tiles
-    partials, counts = workspace.reserve(slots, slots * tiling.split * DECODE_ROWS * tiling.block_n)
-    is_even = out_features % tiling.block_n == 0 and in_features % SCALE_BLOCK == 0
-    _multiply_rows[(groups, tiles, tiling.split)](
-        x.values, x.factors, weight, scales, y, partials, counts,
-        x.num_rows, padded_rows, out_features, in_features, y.stride(0), tiling.split,
-        ROWS=DECODE_ROWS, BLOCK_N=tiling.block_n, STAGES=tiling.num_stages, EVEN=is_even, HAS_E4M3=has_e4m3,
-        num_warps=tiling.num_warps,
+    rows, is_even = 8 if x.num_rows <= 8 else DECODE_ROWS, in_features % SCALE_BLOCK == 0
+    if rows > 8 or not is_even:  # which take more registers
+        tiling = replace(
+            tiling, ahead=1 if tiling.block_n == 64 or not is_even else tiling.ahead, max_registers=None
+        )
+    groups, is_early = triton.cdiv(x.num_rows, rows), can_start_early(device)
+    _multiply_rows[(groups, triton.cdiv(out_features, tiling.block_n))](
+        x.values, x.factors, weight, scales, y, x.num_rows, padded_rows, out_features, in_features,
+        y.stride(0), ROWS=rows, BLOCK_N=tiling.block_n, WARPS=tiling.num_warps, AHEAD=tiling.ahead,
+        EVEN=is_even, ONCE=groups == 1, HAS_E4M3=has_e4m3, EARLY=is_early,
+        num_warps=tiling.num_warps, maxnreg=tiling.max_registers, launch_pdl=is_early,
     )  # fmt: skip
     return y
