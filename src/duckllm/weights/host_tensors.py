@@ -18,6 +18,8 @@ from duckllm.weights.manifest import Manifest, check_sha256
 from duckllm.weights.safetensors_file import TensorInfo, read_header
 from duckllm.weights.scales import ScaleGrid
 
+# Files are mapped anew when so much of them was given: what nobody holds any more leaves the process.
+MAPPED_BYTES = 256 << 20
 _VERIFIED: set[tuple[int, int, int, int, int, str]] = set()
 
 
@@ -43,6 +45,7 @@ class HostTensors:
         if problems:
             raise CheckpointError(f"{self.folder}: {list_problems(problems)}")
         self._open: dict[Path, Any] = {}
+        self._mapped_bytes = 0
 
     def names(self) -> list[str]:
         """Every tensor, sorted."""
@@ -56,13 +59,19 @@ class HostTensors:
         return self._info(name).shape
 
     def get(self, name: str) -> torch.Tensor:
-        """A tensor as it is stored. Its file is hashed when it is first opened.
+        """A tensor as it is stored, mapped from its file, which is hashed when it is first opened.
+
+        What was read of tensors that are gone takes memory until some hundred MiB were given.
 
         Raises:
             CheckpointError: There is no such tensor, or its file cannot be read.
             WeightHashError: Its file is not what the manifest says.
         """
         info = self._info(name)
+        if self._mapped_bytes >= MAPPED_BYTES:
+            self._open.clear()
+            self._mapped_bytes = 0
+        self._mapped_bytes += info.num_bytes
         if info.path not in self._open:
             _verify_once(info.path, self._sha256[info.path])
             self._open[info.path] = _open_file(info.path)
