@@ -338,7 +338,8 @@ def build_engine(
         experts, view = _experts_here(model, config)
     else:
         experts, view = _experts_on_workers(stack, model, cluster, config)
-    loaded = load_model(parsed, tensors, experts, max_tokens=length)
+    on = torch.device(device.name)
+    loaded = load_model(parsed, tensors, experts, max_tokens=length, device=on)
     drafting = None
     if drafts(model, step_config):
         is_stateless = step_config.draft == "stateless"

@@ -144,8 +144,6 @@ class LLM:
         self.model_hash = opened.manifest.model_hash
         check_context(opened, max_model_len)
         guesses = drafts(opened, step_config)
-        if limits.disk_dir is not None:
-            check_folder(limits.disk_dir, self.model_hash, opened.num_layers + guesses)
         self.default_sampling_params = _default_sampling_params(opened.path)
         local = cluster_config.num_workers if cluster_config.kind == "local" else 0
 
@@ -163,6 +161,9 @@ class LLM:
             )
 
         self.device = choose_device(device, plan)
+        if limits.disk_dir is not None:
+            dtype = "bfloat16" if self.device.is_cuda else "float32"
+            check_folder(limits.disk_dir, self.model_hash, opened.num_layers + guesses, dtype)
         if not self.device.is_cuda and (limits.has_sizes or max_model_len is not None):
             # Else this is decided while workers prepare, and torch is imported: nobody asked for anything.
             plan(self.device)

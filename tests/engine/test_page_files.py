@@ -123,7 +123,8 @@ def test_every_truncation_is_found_at_the_start_and_while_running(tmp_path: Path
     ("change", "message"),
     [
         ({"model_hash": "b" * 64}, f'model_hash: got "{"a" * 57}'),
-        ({"dtype": "bfloat16"}, 'dtype: got "float32", expected "bfloat16"'),
+        ({"dtype": "float16"}, 'dtype: got "float32", expected "float16"'),
+        ({"dtype": "bfloat16"}, "these pages were computed on a CPU in float32, and it is a GPU now"),
         ({"page_tokens": 8}, "page_tokens: got 4, expected 8"),
         ({"layer_widths": ((2,), (2,))}, r"layer_widths: got [[2], [1]], expected [[2], [2]]"),
     ],
@@ -138,9 +139,9 @@ def test_another_model_or_format_is_refused_by_name(
     assert str(caught.value).startswith(f"{tmp_path / 'a' / 'kv-cache.json'}: {message}")
     if "model_hash" in change:  # which is known before anything is loaded
         with pytest.raises(CacheFormatError, match=r"kv-cache\.json: model_hash: got \"aaaa"):
-            check_folder(tmp_path / "a", other.model_hash, 2)
-    check_folder(tmp_path / "a", FORMAT.model_hash, 2)
-    check_folder(tmp_path / "nothing", other.model_hash, 2)
+            check_folder(tmp_path / "a", other.model_hash, 2, "float32")
+    check_folder(tmp_path / "a", FORMAT.model_hash, 2, "float32")
+    check_folder(tmp_path / "nothing", other.model_hash, 2, "float32")
     # A single file of it is named, left alone and never used.
     mine = PageFolder(tmp_path / "b", other, MANY)
     strange = mine.path_of(key_of(1).hash)
@@ -164,7 +165,17 @@ def test_pages_with_guesses_and_without_are_told_apart_in_words(tmp_path: Path) 
         with pytest.raises(CacheFormatError, match=message):
             PageFolder(tmp_path, dataclasses.replace(FORMAT, layer_widths=widths), MANY)
         with pytest.raises(CacheFormatError, match=message):
-            check_folder(tmp_path, FORMAT.model_hash, len(widths))
+            check_folder(tmp_path, FORMAT.model_hash, len(widths), "float32")
+
+
+def test_pages_of_a_gpu_and_of_a_cpu_are_told_apart_in_words(tmp_path: Path) -> None:
+    folder_with(tmp_path / "cpu", 1)
+    with pytest.raises(CacheFormatError, match="computed on a CPU in float32, and it is a GPU now; another"):
+        check_folder(tmp_path / "cpu", FORMAT.model_hash, 2, "bfloat16")
+    PageFolder(tmp_path / "gpu", dataclasses.replace(FORMAT, dtype="bfloat16"), MANY)
+    check_folder(tmp_path / "gpu", FORMAT.model_hash, 2, "bfloat16")
+    with pytest.raises(CacheFormatError, match="computed on a GPU in bfloat16, and it is a CPU now; another"):
+        check_folder(tmp_path / "gpu", FORMAT.model_hash, 2, "float32")
 
 
 def test_a_file_under_another_name_or_of_another_version_is_not_used(
@@ -212,9 +223,9 @@ def test_a_folder_with_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"kv_disk_dir: got '.*thesis\.txt', expected a folder"):
         PageFolder(tmp_path / "thesis.txt", FORMAT, MANY)
     with pytest.raises(CacheFormatError, match=r"got a folder with 'thesis\.txt'"):
-        check_folder(tmp_path, FORMAT.model_hash, 2)
+        check_folder(tmp_path, FORMAT.model_hash, 2, "float32")
     with pytest.raises(ConfigError, match=r"kv_disk_dir: got '.*thesis\.txt', expected a folder"):
-        check_folder(tmp_path / "thesis.txt", FORMAT.model_hash, 2)
+        check_folder(tmp_path / "thesis.txt", FORMAT.model_hash, 2, "float32")
     least = f"kv_disk_bytes: got {FILE - 1} bytes, expected at least {FILE} bytes, one page"
     with pytest.raises(ConfigError, match=least):
         PageFolder(tmp_path / "new", FORMAT, FILE - 1)

@@ -12,7 +12,9 @@ import duckllm.assembly
 import duckllm.llm
 from duckllm import LLM
 from duckllm.device import Device
-from duckllm.errors import ConfigError, DuckError
+from duckllm.engine.page_files import PageFolder, PageFormat
+from duckllm.errors import CacheFormatError, ConfigError, DuckError
+from duckllm.weights.manifest import Manifest
 
 
 @pytest.mark.parametrize(
@@ -127,3 +129,17 @@ def test_auto_does_not_hide_what_is_wrong_with_other_memory(
     monkeypatch.setattr(duckllm.llm, "available_memory_bytes", lambda: 1 << 30)
     with pytest.raises(ConfigError, match=r"memory: got 1\.00 GiB available, expected at least 1\.3"):
         LLM(demo_folder, workers=0)
+
+
+def test_pages_that_a_gpu_computed_are_refused_before_workers_start(
+    demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(duckllm.llm, "begin_workers", lambda *_: pytest.fail("workers were started"))
+    model_hash = Manifest.load(demo_folder).model_hash
+    for dtype in ("bfloat16", "float32"):
+        PageFolder(tmp_path / dtype, PageFormat(model_hash, dtype, ((1,),) * 7, 16, 16), 1 << 20)
+    with pytest.raises(CacheFormatError, match="computed on a GPU in bfloat16, and it is a CPU now"):
+        LLM(demo_folder, kv_disk_dir=tmp_path / "bfloat16")
+    monkeypatch.setattr(duckllm.assembly, "find_device", lambda _: CARD)
+    with pytest.raises(CacheFormatError, match="computed on a CPU in float32, and it is a GPU now"):
+        LLM(demo_folder, kv_disk_dir=tmp_path / "float32")

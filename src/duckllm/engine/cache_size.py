@@ -200,8 +200,6 @@ def host_needs(
         weight_bytes = sum(part.gpu_bytes for part in model.parts) + (model.draft_gpu_bytes if drafts else 0)
         embedding_bytes = sum(part.loaded_bytes for part in model.parts if part.name == "embedding")
         workspace_bytes = _workspace_bytes(model, max_step_tokens)
-        if any(part.name == "embedding" and part.gpu_bytes for part in model.parts):
-            embedding_bytes = 0  # it is the head too
     return HostNeeds(
         weight_bytes=weight_bytes,
         expert_bytes=model.expert_bytes(weight_format, drafts=drafts) if weight_format else 0,

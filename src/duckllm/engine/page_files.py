@@ -40,6 +40,8 @@ _CHECKSUM_BYTES = 32
 _FIXED = struct.Struct(f"<8s{_CHECKSUM_BYTES}sIIQ")
 _NAME = re.compile(r"([0-9a-f]{32})\.page")
 _PARTIAL = re.compile(r"\.[0-9a-f]{32}\.(\d+)-[0-9a-f]+\.partial")
+# Where pages of a type are computed.
+_DEVICES = {"float32": "CPU", "bfloat16": "GPU"}
 # A file that cannot be ours is not read beyond this many times the length of ours.
 _MOST_LENGTHS = 4
 
@@ -144,6 +146,8 @@ def describe_difference(page_format: PageFormat, got: Any) -> str:
         if got.get(field) != expected:
             if field == "layer_widths" and (drafts := _other_drafts(got.get(field), len(expected))):
                 return drafts
+            if field == "dtype" and (device := _other_device(got.get(field), expected)):
+                return device
             return f"{field}: got {_shown(got.get(field))}, expected {_shown(expected)}"
     return ""
 
@@ -156,6 +160,14 @@ def _other_drafts(got: object, num_layers: int) -> str:
     return f"these pages were made with draft {made}, and it is {now} now"
 
 
+def _other_device(got: object, expected: str) -> str:
+    """What pages of another type come from; empty where it is no type of ours, or the one expected."""
+    made, now = (_DEVICES.get(each) if isinstance(each, str) else None for each in (got, expected))
+    if made is None or now is None or made == now:
+        return ""
+    return f"these pages were computed on a {made} in {got}, and it is a {now} now"
+
+
 def _shown(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:60]}... (all of it hashes to {_short_hash(text)})"
@@ -165,17 +177,18 @@ def _short_hash(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
-def check_folder(folder: Path, model_hash: str, num_layers: int) -> None:
+def check_folder(folder: Path, model_hash: str, num_layers: int, dtype: str) -> None:
     """Refuses, before anything is loaded, a folder that cannot be used; what is left is checked in use.
 
     Args:
         folder: It may be missing yet.
         model_hash: The model's.
         num_layers: Layers that keep something of a token, one that guesses among them.
+        dtype: Type of the numbers.
 
     Raises:
-        CacheFormatError: It is another model's, or made with guesses and used without them, or the other way
-            round, or holds something else.
+        CacheFormatError: It is another model's, or made with guesses and used without them, or on a CPU and
+            used with a GPU, or the other way round, or holds something else.
         ConfigError: It is no folder.
     """
     path = folder / DESCRIPTION_FILE
@@ -190,7 +203,8 @@ def check_folder(folder: Path, model_hash: str, num_layers: int) -> None:
     if got.get("model_hash") != model_hash:
         difference = f"model_hash: got {_shown(got.get('model_hash'))}, expected {_shown(model_hash)}"
         raise CacheFormatError(_of_another(path, difference))
-    if difference := _other_drafts(got.get("layer_widths"), num_layers):
+    difference = _other_device(got.get("dtype"), dtype) or _other_drafts(got.get("layer_widths"), num_layers)
+    if difference:
         raise CacheFormatError(_of_another(path, difference))
 
 

@@ -254,7 +254,7 @@ def _parts(layout: ModelLayout, tensors: Iterable[TensorInfo], config: ModelConf
         entry[1] += info.num_bytes
         entry[2] += loaded
         entry[3] += 0 if name == "embedding" else loaded
-        # Of the embedding a row is read for each token: only where it is the head too is it on the GPU.
+        # Of the embedding a row is read for each token, in CPU memory: only as the head too is it on the GPU.
         is_there = not is_mtp and (name != "embedding" or config.tie_word_embeddings)
         entry[4] += _gpu_bytes(info, name) if is_there else 0
     return tuple(Part(name, *values) for name, values in sums.items() if values[1])
