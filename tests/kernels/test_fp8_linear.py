@@ -41,6 +41,18 @@ def half_rows(x: torch.Tensor) -> fp8_linear.HalfRows:
     return rows
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "shape"), [(130, LARGE_SHAPES[0]), (100, LARGE_SHAPES[1])], ids=["in pairs", "alone"]
+)
+def test_many_rows_of_large_weights_are_those_of_float64(num_rows: int, shape: tuple[int, int]) -> None:
+    torch.manual_seed(num_rows)
+    codes, scales, weight = random_weight(*shape)
+    x = random_rows(num_rows, shape[1])
+    wanted = x.double() @ weight.T
+    y = fp8_linear.multiply(half_rows(x), codes, scales, torch.float32)
+    assert (y - wanted).norm() <= 1e-6 * wanted.norm()
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 9, 16, 17, 64, 65, 128, 300])
 def test_products_are_those_of_float64(shape: tuple[int, int], num_rows: int) -> None:
@@ -59,17 +71,17 @@ def test_products_are_those_of_float64(shape: tuple[int, int], num_rows: int) ->
 @pytest.mark.parametrize("num_rows", [1, 33, 130])
 def test_rows_in_half_precision_are_the_rows(num_rows: int) -> None:
     torch.manual_seed(0)
-    x = random_rows(num_rows, 1300)
+    x = random_rows(num_rows, 2300)
     x[num_rows // 2] = 0
     x[num_rows // 3] *= 1e30
     x[num_rows // 4] *= 1e-25
     rows = fp8_linear.to_half_rows(x)
     multiple = 128 if num_rows > 64 else 16
-    assert rows.values.shape == (-(-num_rows // multiple) * multiple, 1300)
-    factors = rows.factors.repeat_interleave(128, 0)[:1300].T
+    assert rows.values.shape == (-(-num_rows // multiple) * multiple, 2300)
+    factors = rows.factors.repeat_interleave(128, 0)[:2300].T
     back = (rows.values.double() * factors)[:num_rows]
     block_max = torch.stack([each.abs().amax(1) for each in x.double().split(128, 1)])
-    largest = block_max.repeat_interleave(128, 0)[:1300].T
+    largest = block_max.repeat_interleave(128, 0)[:2300].T
     exact = x.double().abs() >= 2.0**-21 * largest
     assert (back[exact] == x.double()[exact]).all()
     assert ((back - x.double()).abs() <= 2.0**-32 * largest).all()

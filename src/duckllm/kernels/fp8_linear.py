@@ -55,7 +55,7 @@ def to_half_rows(x: torch.Tensor) -> HalfRows:
     num_rows, width = x.shape
     rows = empty_half_rows(num_rows, width, x.device)
     # Few rows fill the card by many programs, of many rows each program has enough to do.
-    blocks, num_warps = (1, 1) if num_rows <= MAX_GROUPED_ROWS else (8, 4)
+    blocks, num_warps = (1, 1) if num_rows <= MAX_GROUPED_ROWS else (16, 4)
     _half_rows[(num_rows, triton.cdiv(len(rows.factors), blocks))](
         x, rows.values, rows.factors, width, x.stride(0), rows.values.shape[0],
         BLOCKS=blocks, EARLY=can_start_early(x.device.index or 0), num_warps=num_warps,
