@@ -17,6 +17,8 @@ from duckllm.device import Device
 from duckllm.errors import AuthenticationError, ConfigError, InWords, PlacementError
 from worker_harness import running_worker
 
+ROOT = Path(__file__).parents[2]
+
 
 def run(*arguments: object) -> str:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
@@ -155,6 +157,13 @@ def test_plan_counts_a_cards_vram(demo_folder: Path) -> None:
     assert "VRAM of a GPU of 2.00 GiB\n" in text
     assert re.search(r"^free before +1\.25 GiB$", text, re.MULTILINE)
     assert re.search(r"^host: 1\.3\d GiB: \d\.\d\d MiB of weights, the process itself$", text, re.MULTILINE)
+
+
+def test_operations_show_what_plan_says_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    [(command, shown)] = re.findall(r"    duckllm (plan .* --vram 32)\n\n((?:(?:    .*)?\n)+)", page)
+    monkeypatch.chdir(ROOT)
+    assert run(*command.split()).endswith("\n\n" + re.sub(r"^    ", "", shown, flags=re.M).strip() + "\n")
 
 
 def test_plan_takes_a_card_of_this_machine_where_it_holds_the_model(
