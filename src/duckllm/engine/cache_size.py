@@ -34,8 +34,10 @@ _GPU_SHARE = 9 / 10
 _CACHE_BYTES, _GPU_CACHE_BYTES = 4, 2
 # What the driver and CUDA take of a card before anything is loaded. A card that is here says what is left.
 _CONTEXT_BYTES = 3 * GIB // 4
-# Kernels, captured graphs (some dozens of nodes a layer, for each number of rows) and the allocator's gaps.
+# Kernels, and captured graphs: some dozens of nodes a layer, for each number of rows.
 _GRAPH_BYTES = GIB // 2
+# PyTorch rounds tensors of more than 10 MiB up to 2 MiB: of DeepSeek-V3.2's, of 40 MiB on average, a 40th.
+_GAPS = 40
 # Most rows of a step that a GPU computes from a captured graph; longer steps are prompts.
 _GRAPH_ROWS = 64
 # It takes more where that were less than a conversation.
@@ -199,7 +201,7 @@ def host_needs(
         process_bytes += GPU_PROCESS_BYTES
         weight_bytes = sum(part.gpu_bytes for part in model.parts) + (model.draft_gpu_bytes if drafts else 0)
         embedding_bytes = sum(part.loaded_bytes for part in model.parts if part.name == "embedding")
-        workspace_bytes = _workspace_bytes(model, max_step_tokens)
+        workspace_bytes = _workspace_bytes(model, max_step_tokens) + weight_bytes // _GAPS
     return HostNeeds(
         weight_bytes=weight_bytes,
         expert_bytes=model.expert_bytes(weight_format, drafts=drafts) if weight_format else 0,
