@@ -134,7 +134,9 @@ def made_up(
         Shape(6, 2, 200, dtype=torch.float32),
     ],
 )
-@pytest.mark.parametrize("lengths", [[1], [15, 16, 17], [65, 64, 63], [129, 127, 128], [4097, 4096, 900]])
+@pytest.mark.parametrize(
+    "lengths", [[1], [15, 16, 17], [65, 64, 63], [129, 127, 128], [4097, 4096, 900], [2049, 2048, 8193]]
+)
 def test_rows_are_those_of_float64(shape: Shape, lengths: list[int]) -> None:
     made_up(shape, [(context, length - 1) for context, length in enumerate(lengths)]).check()
 

@@ -15,17 +15,19 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from duckllm.kernels.fp8_linear import to_half_rows
+from duckllm.kernels.fp8_linear import can_start_early, to_half_rows
 from duckllm.kernels.gqa_prefill import LOG2_E, ONE_TILE_ROWS, HeadShape, attend_tiles, power_of_2
 from duckllm.kernels.half_rows import MAX_GROUPED_ROWS, Activations, empty_half_rows, store_half_blocks
-from duckllm.kernels.shared_memory import has_large_shared_memory
 from duckllm.kernels.step_rows import PAGE_TOKENS, StepRows
 
-# Parts that a row's context is cut into: with four heads of keys they fill the largest cards twice.
-MAX_PARTS = 64
-# Tokens of a part at least.
+# A part has 64 tokens at least. A context of more than 32 of them is cut into 32 parts of up to 128 tokens,
+# then into more: each costs a start, and sums to be merged.
 PART_TOKENS: tl.constexpr = tl.constexpr(64)
+FEW_PARTS: tl.constexpr = tl.constexpr(32)
+LARGE_PART_TOKENS: tl.constexpr = tl.constexpr(128)
+MOST_PARTS = 64
 
 
 @triton.jit
@@ -41,8 +43,11 @@ def _store_heads(  # type: ignore[no-untyped-def]
     qkv_ptr, q_norm_ptr, k_norm_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, q_ptr, keys_ptr, values_ptr,
     num_heads, num_kv_heads, eps, scaling,
     D: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, HEADS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some heads of a row, which may be queries, keys and values."""
+    if EARLY:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     d = tl.arange(0, DIM)[None, :]
@@ -110,12 +115,12 @@ def store_heads(
     """
     num_rows, head_dim = len(qkv), keys.shape[1] // num_kv_heads
     q = torch.empty(num_rows, num_heads, head_dim, dtype=keys.dtype, device=qkv.device)
-    heads = 1 if num_rows <= MAX_GROUPED_ROWS else 8
+    heads, is_early = 1 if num_rows <= MAX_GROUPED_ROWS else 8, can_start_early(qkv.device.index or 0)
     _store_heads[(num_rows, triton.cdiv(num_heads + 2 * num_kv_heads, heads))](
         qkv, q_norm, k_norm, rows.positions, rows.slots, rows.cos, rows.sin, q, keys, values,
         num_heads, num_kv_heads, eps, scaling,
         D=head_dim, DIM=power_of_2(head_dim), ROTARY=rotary_dim, HEADS=heads,
-        num_warps=1 if heads == 1 else 4,
+        EARLY=is_early, num_warps=1 if heads == 1 else 4, launch_pdl=is_early,
     )  # fmt: skip
     return q
 
@@ -131,8 +136,8 @@ def _seen(row, positions_ptr, firsts_ptr, slots_ptr, window):  # type: ignore[no
 @triton.jit
 def _part_of(length, part, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """First and last entry of a part, and how many parts there are: functions of the length alone."""
-    parts = tl.minimum(tl.maximum(tl.cdiv(length, PART_TOKENS), 1), PARTS)
-    size = tl.maximum(tl.cdiv(tl.cdiv(length, parts), PART_TOKENS), 1) * PART_TOKENS
+    size = tl.minimum(tl.maximum(tl.cdiv(length, FEW_PARTS), PART_TOKENS), LARGE_PART_TOKENS)
+    size = tl.cdiv(tl.maximum(size, tl.cdiv(length, PARTS)), 32) * 32
     return part * size, tl.minimum((part + 1) * size, length), tl.cdiv(length, size)
 
 
@@ -141,9 +146,12 @@ def _attend_part(  # type: ignore[no-untyped-def]
     q_ptr, keys_ptr, values_ptr, pages_ptr, positions_ptr, contexts_ptr, firsts_ptr, slots_ptr, list_ptr,
     sums_ptr, logs_ptr, num_kv_heads, num_pages, window,
     PAGE: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
-    TOKENS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    TOKENS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One part of what a row sees, for query heads that share a head of keys."""
+    # Not started early itself: its programs would crowd where the kernel before leaves room at that moment.
+    if EARLY:
+        gdc_launch_dependents()
     index, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = index if list_ptr is None else tl.load(list_ptr + index)
     context = tl.load(contexts_ptr + row)
@@ -188,14 +196,18 @@ def _attend_part(  # type: ignore[no-untyped-def]
 @triton.jit
 def _merge_parts(  # type: ignore[no-untyped-def]
     sums_ptr, logs_ptr, positions_ptr, firsts_ptr, slots_ptr, list_ptr, out_ptr, halves_ptr, factors_ptr,
-    num_heads, padded_rows, window, D: tl.constexpr, PARTS: tl.constexpr,
+    num_heads, padded_rows, window,
+    D: tl.constexpr, PARTS: tl.constexpr, PADDED_PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """128 numbers of a row, whichever heads they are of."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     index, block = tl.program_id(0), tl.program_id(1)
     row = index if list_ptr is None else tl.load(list_ptr + index)
     _, length = _seen(row, positions_ptr, firsts_ptr, slots_ptr, window)
     _, _, parts = _part_of(length, 0, PARTS)
-    part = tl.arange(0, PARTS)[:, None]
+    part = tl.arange(0, PADDED_PARTS)[:, None]
     k = block * 128 + tl.arange(0, 128)[None, :]
     width = num_heads * D
     is_there = part < parts
@@ -271,6 +283,17 @@ def _sort_rows(
     return tuple(row for row in range(num_rows) if row not in in_large), large
 
 
+@lru_cache
+def most_parts(tiles: int, device: int) -> int:
+    """Parts of a context at most, for so many tiles of heads.
+
+    A long context gives each multiprocessor two programs, of the four that it has room for: two such rows
+    still run at a time.
+    """
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(MOST_PARTS, 2 * count // tiles))
+
+
 def _attend_rows(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -282,21 +305,24 @@ def _attend_rows(
     num_rows: int,
 ) -> None:
     """Writes the results of the chosen rows, or of all."""
-    sums = torch.empty(num_rows, MAX_PARTS, shape.width, dtype=torch.float32, device=q.device)
-    logs = torch.empty(num_rows, MAX_PARTS, shape.num_heads, dtype=torch.float32, device=q.device)
-    heads, dim = shape.tile_heads(16), shape.padded_dim
-    tokens = 64 if dim * q.element_size() <= 256 else 32
-    # Every two stages have another tile of keys and of values on its way: page numbers are loaded before.
-    stages = 5 if has_large_shared_memory(q.device.index or 0) and q.element_size() <= 2 else 3
-    grid = (num_rows, shape.num_kv_heads * triton.cdiv(shape.group, heads), MAX_PARTS)
-    _attend_part[grid](
+    device, heads = q.device.index or 0, shape.tile_heads(16)
+    tiles, is_early = shape.num_kv_heads * triton.cdiv(shape.group, heads), can_start_early(device)
+    parts = most_parts(tiles, device)
+    sums = torch.empty(num_rows, parts, shape.width, dtype=torch.float32, device=q.device)
+    logs = torch.empty(num_rows, parts, shape.num_heads, dtype=torch.float32, device=q.device)
+    # With three stages a tile of keys and one of values are on their way, and page numbers before them. Five
+    # are 10 % faster for one row of 32768 tokens and 5 to 20 % slower for more: programs have no room then.
+    tokens = 64 if shape.padded_dim * q.element_size() <= 256 else 32
+    _attend_part[(num_rows, tiles, parts)](
         q, keys, values, rows.pages, rows.positions, rows.contexts, rows.firsts, rows.slots, chosen,
         sums, logs, shape.num_kv_heads, rows.pages.shape[1], shape.window,
-        PAGE=PAGE_TOKENS, GROUP=shape.group, HEADS=heads, D=shape.head_dim, DIM=dim,
-        TOKENS=tokens, PARTS=MAX_PARTS, STAGES=stages, num_warps=4,
+        PAGE=PAGE_TOKENS, GROUP=shape.group, HEADS=heads, D=shape.head_dim, DIM=shape.padded_dim,
+        TOKENS=tokens, PARTS=parts, STAGES=3, EARLY=is_early, num_warps=4,
     )  # fmt: skip
     half = result.half
     _merge_parts[(num_rows, triton.cdiv(shape.width, 128))](
         sums, logs, rows.positions, rows.firsts, rows.slots, chosen, result.values, half.values, half.factors,
-        shape.num_heads, half.values.shape[0], shape.window, D=shape.head_dim, PARTS=MAX_PARTS, num_warps=4,
+        shape.num_heads, half.values.shape[0], shape.window,
+        D=shape.head_dim, PARTS=parts, PADDED_PARTS=power_of_2(parts), EARLY=is_early,
+        num_warps=4, launch_pdl=is_early,
     )  # fmt: skip

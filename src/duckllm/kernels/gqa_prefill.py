@@ -149,14 +149,18 @@ def attend_tiles(
     if not spans:
         return
     heads, dim = shape.tile_heads(1), shape.padded_dim
-    is_large = has_large_shared_memory(q.device.index or 0)
-    # Queries, and two tiles of keys and of values, have to fit into a multiprocessor.
+    device = q.device.index or 0
+    is_large = has_large_shared_memory(device)
+    # Queries, and two tiles of keys and of values, have to fit into a multiprocessor. On Hopper two programs
+    # do, if each takes half of the registers and spills a few: one multiplies while the other one does not.
     if q.element_size() > 2:  # no matrix units
-        queries, tokens, stages, warps = 16, 32, 1, 4
-    elif dim <= 128:
-        queries, tokens, stages, warps = (128, 64, 5, 8) if is_large else (64, 32, 5, 4)
+        queries, tokens, stages, warps, registers = 16, 32, 1, 4, None
+    elif not is_large:
+        queries, tokens, stages, warps, registers = 64, 32, 5 if dim <= 128 else 3, 4, None
     else:
-        queries, tokens, stages, warps = (128, 64, 3, 8) if is_large else (64, 32, 3, 4)
+        queries, tokens, stages, warps, registers = 128, 64, 3, 8, None
+        if dim <= 128 and torch.cuda.get_device_capability(device) >= (9, 0):
+            registers = 128
     tiles = _tiles(spans, max(1, queries // heads), q.is_cuda).to(q.device, non_blocking=True)
     half = result.half
     _attend_tile[(shape.num_kv_heads * triton.cdiv(shape.group, heads), len(tiles))](
@@ -164,5 +168,5 @@ def attend_tiles(
         result.values, half.values, half.factors,
         shape.num_kv_heads, rows.pages.shape[1], half.values.shape[0], shape.window,
         PAGE=PAGE_TOKENS, GROUP=shape.group, HEADS=heads, D=shape.head_dim, DIM=dim,
-        ROWS=max(1, queries // heads), TOKENS=tokens, STAGES=stages, num_warps=warps,
+        ROWS=max(1, queries // heads), TOKENS=tokens, STAGES=stages, num_warps=warps, maxnreg=registers,
     )  # fmt: skip
