@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import duckllm.device
-from duckllm.device import CPU, Device, check_device, find_device
+from duckllm.device import CPU, Device, check_device, find_device, vram_kept
 from duckllm.errors import ConfigError
 
 GIB = 1 << 30
@@ -137,6 +137,20 @@ def test_a_machine_without_a_driver_imports_neither_torch_nor_triton() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_vram_that_is_gone_by_the_time_it_is_taken_is_an_error_of_ours() -> None:
+    card = Device("cuda:0", "a card", 3 * GIB, 4 * GIB)
+    with pytest.raises(ConfigError) as caught, vram_kept(card):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
+    assert str(caught.value) == (
+        "VRAM: got too little on a card while the model was loaded, expected the 3.00 GiB that were free "
+        "before (if no other process took it, a smaller kv_cache_bytes; CUDA out of memory. Tried to allocate)"
+    )
+    with pytest.raises(torch.OutOfMemoryError), vram_kept(CPU):
+        raise torch.OutOfMemoryError("not ours")
+    with pytest.raises(RuntimeError, match="other"), vram_kept(card):
+        raise RuntimeError("other")
 
 
 @pytest.mark.gpu

@@ -10,11 +10,14 @@ import ctypes
 import os
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from duckllm.errors import ConfigError
+from duckllm.config import show_size
+from duckllm.errors import ConfigError, InWords
 
 # The kernels' matrix units and asynchronous copies.
 LEAST_CAPABILITY = (8, 0)
@@ -82,6 +85,26 @@ def find_device(asked: str) -> Device:
         if asked == "auto":
             return Device("cpu", "CPU", why=error.why)
         raise ConfigError("device", asked, f"cpu or auto, as {error.why}", error.hint) from error
+
+
+@contextmanager
+def vram_kept(device: Device) -> Iterator[None]:
+    """Lets what is inside take VRAM that was counted before.
+
+    Raises:
+        ConfigError: It is not there any more, or the count was wrong.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not device.is_cuda or type(error).__name__ != "OutOfMemoryError":  # torch's, not imported here
+            raise
+        raise ConfigError(
+            "VRAM",
+            InWords(f"too little on {device.title} while the model was loaded"),
+            f"the {show_size(device.free_bytes)} that were free before",
+            f"if no other process took it, a smaller kv_cache_bytes; {_first_line(error)}",
+        ) from error
 
 
 class _Unusable(Exception):

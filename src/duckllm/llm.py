@@ -29,7 +29,7 @@ from duckllm.cluster import check_cluster
 from duckllm.cluster.address import parse_address
 from duckllm.config import MAX_THREADS, MAX_WORKERS, ClusterConfig, StepConfig, as_size, show_size
 from duckllm.conversation import Conversation
-from duckllm.device import Device, check_device
+from duckllm.device import Device, check_device, vram_kept
 from duckllm.engine.cache_size import DEFAULT_MAX_NUM_SEQS, HostMemory
 from duckllm.engine.page_files import check_folder
 from duckllm.errors import CheckpointError, ConfigError, InWords, RequestError
@@ -175,19 +175,20 @@ class LLM:
             cluster = None if in_process else begin_workers(stack, opened, cluster_config, step_config)
             self.tokenizer = Tokenizer(opened.path)
             self._format = chat_format(self.tokenizer)
-            self._engine, self._experts, self._memory = build_engine(
-                stack,
-                opened,
-                cluster,
-                cluster_config,
-                step_config,
-                device=self.device,
-                max_model_len=max_model_len,
-                cache_limits=limits,
-                max_num_seqs=max_num_seqs,
-                host_threads=host_threads,
-                tokenizer=self.tokenizer,
-            )
+            with vram_kept(self.device):
+                self._engine, self._experts, self._memory = build_engine(
+                    stack,
+                    opened,
+                    cluster,
+                    cluster_config,
+                    step_config,
+                    device=self.device,
+                    max_model_len=max_model_len,
+                    cache_limits=limits,
+                    max_num_seqs=max_num_seqs,
+                    host_threads=host_threads,
+                    tokenizer=self.tokenizer,
+                )
         except BaseException:
             self.close()
             raise

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import duckllm.assembly
 import duckllm.llm
@@ -120,6 +121,19 @@ def test_a_card_that_has_too_little_vram_is_refused_or_left(
         assert llm.memory().vram_bytes == 0
     assert asked == ["cuda:0", "auto"]
     assert caught.value.exit_code == 2
+
+
+def test_vram_that_another_process_took_meanwhile_is_an_error_of_ours(
+    demo_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object, **how: Any) -> None:
+        assert how["device"] == torch.device("cuda:0")
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(duckllm.assembly, "find_device", lambda _: CARD)
+    monkeypatch.setattr(duckllm.assembly, "load_model", load)
+    with pytest.raises(ConfigError, match="VRAM: got too little on a card while the model was loaded"):
+        LLM(demo_folder, workers=0)
 
 
 def test_auto_does_not_hide_what_is_wrong_with_other_memory(
