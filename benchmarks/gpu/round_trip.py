@@ -3,10 +3,11 @@
     python benchmarks/gpu/round_trip.py [--layers 58] [--hidden 7168] [--top-k 8] [--rows 1 2]
 
 Layers in one captured graph, each of which hands its activations, experts and weights to the host and takes
-the sum back; an echo answers. What comes back of the last layer must be what was sent by the first. Beside it
-the same layers with Python between them: copies to pinned memory, an event, and a copy back. Medians over
-replays, us for each round trip. The floor is printed too: what a kernel takes in a graph, and the bytes over
-the bus at the speed of a large copy of this run. One JSON line at the end.
+the sum back. An echo answers: what comes back of the last layer must be what was sent by the first. Beside it
+an answer of zeros, for which the CPU reads nothing, and the same layers with Python between them: copies to
+pinned memory, an event, and a copy back. Medians over replays, us for each round trip; the launch of the
+graph and the wake-up of the thread are in it. The floor is printed too: what a kernel takes in a graph, and
+the bytes over the bus at the speed of a large copy of this run. One JSON line at the end.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Echo:
         return self._x
 
 
-def median_us(call: Callable[[], None], count: int) -> tuple[float, float]:
+def median_us(call: Callable[[], object], count: int) -> tuple[float, float]:
     """Time of one of ``count`` round trips of a call, microseconds: the median and the 95th percentile."""
     times = []
     for _ in range(REPEATS + 5):
@@ -63,6 +64,42 @@ def copy_us(num_bytes: int) -> float:
     return 2 * large_us * num_bytes / host.nbytes
 
 
+class RoundTrips:
+    """Layers that have nothing but experts, which the host computes.
+
+    Args:
+        num_rows: T.
+        num_layers: In the graph.
+        hidden_size: H.
+        top_k: K.
+        server: Answers.
+    """
+
+    def __init__(
+        self, num_rows: int, num_layers: int, hidden_size: int, top_k: int, server: _native.LaneServer
+    ) -> None:
+        boxes = Mailboxes.new(1, num_rows, hidden_size, top_k, torch.device("cuda"))
+        self._experts = DeviceExperts(Echo(), boxes, boxes.exchange(server), kernels)
+        self.x = torch.randn(num_rows, hidden_size, device="cuda")
+        self._ids = torch.randint(0, 256, (num_rows, top_k), device="cuda", dtype=torch.int32)
+        self._weights = torch.rand(num_rows, top_k, device="cuda")
+        self._num_rows, self._num_layers = num_rows, num_layers
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph), self._experts.record() as self._program:
+            self.y = self.layers()
+
+    def layers(self) -> torch.Tensor:
+        """Each layer's experts take what the last one's gave."""
+        y = self.x
+        for layer in range(self._num_layers):
+            y = self._experts.submit(layer, y, self._ids, self._weights).wait()
+        return y
+
+    def replay(self) -> None:
+        """The same in one graph."""
+        self._experts.run(self._program, (self._num_rows,), self._graph.replay)
+
+
 def main() -> None:
     """Prints a line for each number of rows, and one in JSON."""
     parser = argparse.ArgumentParser(description="Round trips of a captured graph's layers to the host.")
@@ -72,56 +109,32 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2])
     options = parser.parse_args()
     torch.manual_seed(0)
-    card = torch.cuda.get_device_name()
+    card, sizes = torch.cuda.get_device_name(), (options.layers, options.hidden, options.top_k)
     print(f"{card}, {options.layers} layers, hidden size {options.hidden}, commit {commit()}")
-    result: dict[str, object] = {
-        "benchmark": "gpu/round_trip",
-        "device": card,
-        "commit": commit(),
-        **vars(options),
-    }
     word = torch.zeros(1, device="cuda")
     launch_us = graph_us([word.zero_] * 100)
     print(f"a kernel in a graph takes {launch_us:.2f} us; there are two for each layer")
+    result: dict[str, object] = {"benchmark": "gpu/round_trip", "device": card, "commit": commit()}
+    result |= {**vars(options), "launch_us": round(launch_us, 2)}
     for rows in options.rows:
-        boxes = Mailboxes.new(1, rows, options.hidden, options.top_k, torch.device("cuda"))
-        exchange = boxes.exchange(_native.echo_server(zeros=False))
-        experts = DeviceExperts(Echo(), boxes, exchange, kernels)
-        x = torch.randn(rows, options.hidden, device="cuda")
-        ids = torch.randint(0, 256, (rows, options.top_k), device="cuda", dtype=torch.int32)
-        weights = torch.rand(rows, options.top_k, device="cuda")
-
-        def layers(count: int = options.layers) -> torch.Tensor:
-            y = x  # noqa: B023
-            for layer in range(count):
-                y = experts.submit(layer, y, ids, weights).wait()  # noqa: B023
-            return y
-
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph), experts.record() as program:
-            y = layers()
-
-        def captured(*arguments: object) -> None:
-            experts.run(program, (rows,), graph.replay)  # noqa: B023
-
-        captured()
-        assert torch.equal(y, x), "something else came back than was sent"
-        bus_us = copy_us(x.nbytes)
-        (us, p95), (python_us, _) = (
-            median_us(captured, options.layers),
-            median_us(lambda: layers(), options.layers),
+        echo = RoundTrips(rows, *sizes, _native.echo_server(zeros=False))
+        echo.replay()
+        assert torch.equal(echo.y, echo.x), "something else came back than was sent"
+        zeros = RoundTrips(rows, *sizes, _native.echo_server())
+        zeros.replay()
+        assert not zeros.y.any(), "something else than zeros came back"
+        bus_us = copy_us(echo.x.nbytes)
+        (echo_us, echo_95), (zeros_us, zeros_95), (python_us, python_95) = (
+            median_us(call, options.layers) for call in (echo.replay, zeros.replay, echo.layers)
         )
         print(
-            f"  {rows} rows, {x.nbytes} bytes each way: {us:.1f} us (95 %: {p95:.1f}), with Python and "
-            f"events {python_us:.1f} us; bytes over the bus {bus_us:.1f} us",
+            f"  {rows} rows, {echo.x.nbytes} bytes each way: echo {echo_us:.1f} us (95 %: {echo_95:.1f}), "
+            f"zeros {zeros_us:.1f} us ({zeros_95:.1f}), with Python and events {python_us:.1f} us "
+            f"({python_95:.1f}); bytes over the bus {bus_us:.1f} us",
             flush=True,
         )
-        result[f"{rows} rows"] = {
-            "us": round(us, 2),
-            "p95_us": round(p95, 2),
-            "python_us": round(python_us, 2),
-            "bus_us": round(bus_us, 2),
-        }
+        measured = {"echo_us": echo_us, "zeros_us": zeros_us, "python_us": python_us, "bus_us": bus_us}
+        result[f"{rows} rows"] = {name: round(value, 2) for name, value in measured.items()}
     print(json.dumps(result))
 
 

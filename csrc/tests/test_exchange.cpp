@@ -36,7 +36,7 @@ std::atomic_ref<uint32_t> word(uint32_t& at) { return std::atomic_ref<uint32_t>(
 void sleep_a_little() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }
 
 struct alignas(64) Control {
-  uint32_t words[(1 + 2 * kLanes) * kWords] = {};
+  uint32_t words[Exchange::num_lines(kLanes) * kWords] = {};
 };
 
 // The memory that both sides see, and the GPU's side of it.
@@ -58,9 +58,11 @@ struct Gpu {
     return all;
   }
 
-  uint32_t& request(size_t lane, size_t flag = 0) { return control.words[(1 + 2 * lane) * kWords + flag]; }
-  uint32_t& reply(size_t lane) { return control.words[(2 + 2 * lane) * kWords]; }
-  uint32_t& abort_word(size_t lane) { return control.words[(2 + 2 * lane) * kWords + 1]; }
+  uint32_t& request(size_t lane, size_t flag = 0) { return control.words[(1 + lane) * kWords + flag]; }
+  uint32_t& reply(size_t lane, size_t copy = 0) {
+    return control.words[(1 + kLanes + lane * Exchange::kReplyLines + copy) * kWords];
+  }
+  uint32_t& abort_word(size_t lane, size_t copy = 0) { return *(&reply(lane, copy) + 1); }
   uint32_t epoch() { return word(control.words[0]).load(); }
 
   void write(size_t lane, const Step& step) {
@@ -75,10 +77,11 @@ struct Gpu {
     }
   }
 
-  // False where the abort word ended it.
+  // False where the abort word ended it. Any of the lines does.
   bool wait(size_t lane, uint32_t number) {
-    while (word(reply(lane)).load(std::memory_order_acquire) != number) {
-      if (word(abort_word(lane)).load() != 0) return false;
+    const size_t copy = number % Exchange::kReplyLines;
+    while (word(reply(lane, copy)).load(std::memory_order_acquire) != number) {
+      if (word(abort_word(lane, copy)).load() != 0) return false;
       sleep_a_little();
     }
     return true;

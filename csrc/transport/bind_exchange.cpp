@@ -90,7 +90,7 @@ class PyExchange {
   PyExchange(Matrix<int32_t> control, std::vector<LaneArrays> lanes, std::shared_ptr<LaneServer> server,
              int spin_us, int64_t gpu_timeout_ms)
       : control_(std::move(control)), lanes_(std::move(lanes)) {
-    check_shape("control", control_, {1 + 2 * lanes_.size(), Exchange::kLineWords});
+    check_shape("control", control_, {Exchange::num_lines(lanes_.size()), Exchange::kLineWords});
     std::vector<LaneMemory> memories;
     ExchangeConfig config;
     config.spin_us = spin_us;
@@ -138,6 +138,7 @@ class PyExchange {
 
 void bind_exchange(nb::module_& m) {
   m.attr("EXCHANGE_LINE_WORDS") = static_cast<int>(Exchange::kLineWords);
+  m.attr("EXCHANGE_REPLY_LINES") = static_cast<int>(Exchange::kReplyLines);
   m.attr("EXCHANGE_TIMED_OUT") = static_cast<int>(Exchange::kTimedOutOnGpu);
 
   nb::class_<PyProgram>(m, "Program", "The steps of a captured graph, in the order of publishing.")
@@ -188,12 +189,12 @@ void bind_exchange(nb::module_& m) {
 
   nb::class_<PyExchange>(
       m, "Exchange", "Serves the steps that a GPU publishes in pinned memory while a captured graph runs.")
-      .def(
-          nb::init<Matrix<int32_t>, std::vector<LaneArrays>, std::shared_ptr<LaneServer>, int, int64_t>(),
-          "control"_a.noconvert(), "lanes"_a.noconvert(), "server"_a, nb::kw_only(), "spin_us"_a,
-          "gpu_timeout_ms"_a,
-          "control: [1 + 2 * lanes, EXCHANGE_LINE_WORDS] int32; lanes: x [M, H] f32, topk_ids [M, K] int32,\n"
-          "topk_weights [M, K] f32, y [M, H] f32 of each.")
+      .def(nb::init<Matrix<int32_t>, std::vector<LaneArrays>, std::shared_ptr<LaneServer>, int, int64_t>(),
+           "control"_a.noconvert(), "lanes"_a.noconvert(), "server"_a, nb::kw_only(), "spin_us"_a,
+           "gpu_timeout_ms"_a,
+           "control: [1 + (1 + EXCHANGE_REPLY_LINES) * lanes, EXCHANGE_LINE_WORDS] int32; lanes: x [M, H] "
+           "f32, topk_ids [M, K] int32,\n"
+           "topk_weights [M, K] f32, y [M, H] f32 of each.")
       .def("start", &PyExchange::start, "program"_a, "num_tokens"_a,
            "Begins to serve a program, whose graph is replayed next. num_tokens: of each lane.")
       .def("finish", &PyExchange::finish, "stall_ms"_a,

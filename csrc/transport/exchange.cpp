@@ -211,8 +211,12 @@ bool Exchange::is_published(const Lane& lane, size_t index) const {
 
 void Exchange::answer(size_t index) {
   Lane& lane = lanes_[index];
-  // In one order with the abort words, which a GPU that gives up sets before it looks here again.
-  word(reply(index)).store(epoch_ + static_cast<uint32_t>(lane.next) + 1, std::memory_order_seq_cst);
+  const uint32_t number = epoch_ + static_cast<uint32_t>(lane.next) + 1;
+  for (size_t copy = kReplyLines; copy-- > 1;) {
+    word(reply(index, copy)).store(number, std::memory_order_release);
+  }
+  // Before any later look at the abort words, which a GPU that gives up sets before it looks here again.
+  word(reply(index, 0)).store(number, std::memory_order_seq_cst);
   lane.is_under_way = false;
   find_next(lane, index, lane.next + 1);
   --num_left_;
@@ -225,13 +229,15 @@ void Exchange::find_next(Lane& lane, size_t index, size_t from) const {
 }
 
 void Exchange::set_abort_words(uint32_t value) {
-  for (size_t lane = 0; lane < lanes_.size(); ++lane) word(reply(lane) + 1).store(value);
+  for (size_t lane = 0; lane < lanes_.size(); ++lane) {
+    for (size_t copy = 0; copy < kReplyLines; ++copy) word(reply(lane, copy) + 1).store(value);
+  }
 }
 
 void Exchange::check_aborted() const {
   if (is_aborted_.load(std::memory_order_relaxed)) throw std::runtime_error("the program was aborted");
   for (size_t lane = 0; lane < lanes_.size(); ++lane) {
-    if (word(reply(lane) + 1).load(std::memory_order_seq_cst) != kTimedOutOnGpu) continue;
+    if (word(reply(lane, 0) + 1).load(std::memory_order_seq_cst) != kTimedOutOnGpu) continue;
     throw std::runtime_error("the GPU waited too long for the answer to a step");
   }
 }

@@ -4,11 +4,13 @@
 // side is duckllm/kernels/exchange.py. Knows neither CUDA nor models: a test plays the GPU with threads.
 //
 // Flags. Control memory is lines of kLineWords words: line 0 is what the host tells the GPU before a replay
-// (the epoch, then the tokens of each lane); each lane then has a line of requests, one word for each program
-// of the publishing kernel, and a line of the reply, whose second word says that all is aborted. Step i of a
-// program has the number epoch + i + 1. A lane's request is there when all words that the step has are that
-// number, and so is the reply. Epochs go up by a program's length, so a number comes again only after 2^32
-// steps, and what an aborted run left, or writes late, is never taken for the next one's.
+// (the epoch, then the tokens of each lane); then comes a line of requests for each lane, with one word for
+// each program of the publishing kernel; then kReplyLines lines of the reply for each lane, all alike, whose
+// second word says that all is aborted. (Reads of one line by several programs of a GPU take turns: 1.3 us
+// each on an H200 in November 2026, so each has a line of its own.) Step i of a program has the number epoch
+// + i + 1. A lane's request is there when all words that the step has are that number, and so is the reply.
+// Epochs go up by a program's length, so a number comes again only after 2^32 steps, and what an aborted run
+// left, or writes late, is never taken for the next one's.
 //
 // Order. Who publishes writes the data and then the flag (release, system scope), who waits reads the flag
 // (acquire) and then the data. Each lane has at most one step under way; lanes are served independently.
@@ -64,6 +66,7 @@ struct ExchangeConfig {
 class Exchange {
  public:
   static constexpr size_t kLineWords = 32;  // two cache lines: CPUs fetch them in pairs
+  static constexpr size_t kReplyLines = 16;
   static constexpr size_t kMaxLanes = kLineWords - 1;
   // What an abort word says: why waits of the GPU end. 0: they do not.
   static constexpr uint32_t kAbortedByHost = 1;
@@ -72,7 +75,9 @@ class Exchange {
   using Program = std::vector<ProgramStep>;
   enum class Finished : uint8_t { kComplete, kStalled, kInterrupted };
 
-  // control has 1 + 2 * lanes lines, 64-byte aligned. Throws std::invalid_argument for sizes that make no
+  static constexpr size_t num_lines(size_t lanes) { return 1 + (1 + kReplyLines) * lanes; }
+
+  // control has num_lines(lanes) lines, 64-byte aligned. Throws std::invalid_argument for sizes that make no
   // sense.
   Exchange(uint32_t* control, std::vector<LaneMemory> lanes, const ExchangeConfig& config,
            std::shared_ptr<LaneServer> server);
@@ -109,8 +114,10 @@ class Exchange {
   };
 
   uint32_t* line(size_t index) const { return control_ + index * kLineWords; }
-  uint32_t* requests(size_t lane) const { return line(1 + 2 * lane); }
-  uint32_t* reply(size_t lane) const { return line(2 + 2 * lane); }
+  uint32_t* requests(size_t lane) const { return line(1 + lane); }
+  uint32_t* reply(size_t lane, size_t copy) const {
+    return line(1 + lanes_.size() + lane * kReplyLines + copy);
+  }
   void check(const Program& program) const;
   void run();
   void serve();

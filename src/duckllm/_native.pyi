@@ -841,6 +841,8 @@ class Transport:
 
 EXCHANGE_LINE_WORDS: int = 32
 
+EXCHANGE_REPLY_LINES: int = 16
+
 EXCHANGE_TIMED_OUT: int = 2
 
 class Program:
@@ -912,7 +914,7 @@ class Exchange:
         gpu_timeout_ms: int,
     ) -> None:
         """
-        control: [1 + 2 * lanes, EXCHANGE_LINE_WORDS] int32; lanes: x [M, H] f32, topk_ids [M, K] int32,
+        control: [1 + (1 + EXCHANGE_REPLY_LINES) * lanes, EXCHANGE_LINE_WORDS] int32; lanes: x [M, H] f32, topk_ids [M, K] int32,
         topk_weights [M, K] f32, y [M, H] f32 of each.
         """
 

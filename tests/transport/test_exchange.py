@@ -21,7 +21,7 @@ from duckllm.moe.device_experts import DeviceExperts, Mailboxes
 from duckllm.moe.dispatch import RemoteExperts
 from duckllm.moe.executor import ExpertExecutor
 from duckllm.moe.local import LocalExperts
-from duckllm.transport.exchange import Exchange, LaneArrays, Program
+from duckllm.transport.exchange import REPLY_LINES, Exchange, LaneArrays, Program
 from duckllm.transport.flock import Flock
 from duckllm.weights.manifest import Manifest
 from worker_harness import Step, make_model, make_step, open_transport, plan_for
@@ -86,13 +86,13 @@ class FakeGpu:
             num_tokens = min(int(boxes.state[1 + lane]), num_rows)
             delta[:] = 0 if shared is None else shared
             number, until = int(boxes.state[0]) + index + 1, time.monotonic() + timeout_s
-            reply = boxes.reply(lane)
+            reply = boxes.replies(lane)[index % REPLY_LINES]
             while int(reply[0]) != number:
                 if int(reply[1]) != 0:
                     return
                 if time.monotonic() > until:
                     for each in range(len(boxes.lanes)):
-                        boxes.reply(each)[1] = _native.EXCHANGE_TIMED_OUT
+                        boxes.replies(each)[:, 1] = _native.EXCHANGE_TIMED_OUT
                 time.sleep(0.0002)
             delta[:num_tokens] += boxes.lanes[lane].y[:num_tokens]
 
@@ -372,7 +372,7 @@ def test_what_makes_no_sense_is_refused(gpu: FakeGpu, model: Manifest, steps: li
         np.zeros((2, 2), np.float32),
         np.zeros((2, 8), np.float32),
     )
-    with pytest.raises(ValueError, match=r"control: got shape \[2, 32\], expected shape \[3, 32\]"):
+    with pytest.raises(ValueError, match=r"control: got shape \[2, 32\], expected shape \[18, 32\]"):
         Exchange(control, [lane], _native.echo_server())
     units = {1: np.zeros((2, 1, 7), np.uint8)}
     with pytest.raises(ValueError, match=r"units: got shape \[2, 1, 7\], expected shape \[2, 1, \d+\]"):

@@ -2,7 +2,8 @@
 
 Called by :mod:`duckllm.moe.device_experts`, which owns the memory; csrc/transport/exchange.h states what both
 sides write, and in what order. The polling is by one thread of each program, as every look is a read over the
-bus; all numbers go over it as 16-byte accesses.
+bus, and of a line that no other program looks at, as far as there are lines; all numbers go over it as
+16-byte accesses.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ import torch
 import triton
 import triton.language as tl
 
+from duckllm.transport.exchange import LINE_WORDS, REPLY_LINES
+
 if TYPE_CHECKING:
     from duckllm.moe.device_experts import Mailboxes
 
-_MOST_FLAGS = 32  # a line of requests
+_LINE_WORDS: tl.constexpr = tl.constexpr(LINE_WORDS)
+_REPLY_LINES: tl.constexpr = tl.constexpr(REPLY_LINES)
+_MOST_FLAGS = LINE_WORDS  # a line of requests
 _PUBLISH_BLOCK, _PUBLISH_WARPS = 2048, 4
 # Programs that wait: enough of them to have a row's bytes in flight, few enough not to keep the bus busy.
-_COLLECT_PROGRAMS, _LEAST_COLLECT_BLOCK, _MOST_COLLECT_BLOCK = 16, 1024, 16384
+_COLLECT_PROGRAMS, _LEAST_COLLECT_BLOCK, _MOST_COLLECT_BLOCK = 16, 512, 16384
 
 
 @triton.jit
@@ -44,20 +49,22 @@ def release_flag(flag_ptr, number):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def wait_for_flag(reply_ptr, number, first_reply_ptr, num_lanes, timeout_ms, THREADS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """1 once the reply's flag is ``number``; 0 once its abort word is not zero, or time is up.
+def wait_for_flag(replies_ptr, lane, num_lanes, number, timeout_ms, THREADS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """1 once the flag of a lane's reply is ``number``; 0 once an abort word is not zero, or time is up.
 
-    What the host wrote before the flag may be read then. Where time is up, all lanes' abort words say so, and
-    the reply is looked at once more.
+    What the host wrote before the flag may be read then. Where time is up, all abort words say so, and the
+    reply is looked at once more.
 
     Args:
-        reply_ptr: The lane's line of the reply.
+        replies_ptr: Lane 0's lines of the reply, which those of the other lanes follow.
+        lane: Of the step.
+        num_lanes: Of the exchange.
         number: Of the step.
-        first_reply_ptr: That line of lane 0.
-        num_lanes: Lanes, whose lines of replies are two lines of 128 bytes apart.
         timeout_ms: How long to wait, milliseconds.
         THREADS: Of the program.
     """
+    reply_ptr = replies_ptr + (lane * _REPLY_LINES + tl.program_id(0) % _REPLY_LINES) * _LINE_WORDS
+    num_lines = num_lanes * _REPLY_LINES
     # An element a thread; the first one looks, and the maximum tells the others.
     thread = tl.arange(0, THREADS)
     arrived = tl.inline_asm_elementwise(
@@ -84,7 +91,7 @@ def wait_for_flag(reply_ptr, number, first_reply_ptr, num_lanes, timeout_ms, THR
         mov.u32 left, $5;
         ABORT:
         st.relaxed.sys.global.u32 [at+4], 2;
-        add.u64 at, at, 256;
+        add.u64 at, at, 128;
         sub.u32 left, left, 1;
         setp.ne.u32 p, left, 0;
         @p bra ABORT;
@@ -97,7 +104,7 @@ def wait_for_flag(reply_ptr, number, first_reply_ptr, num_lanes, timeout_ms, THR
         DONE:
         }""",
         "=&r,r,l,r,l,r,r",
-        [thread, reply_ptr, number, first_reply_ptr, num_lanes, timeout_ms],
+        [thread, reply_ptr, number, replies_ptr, num_lines, timeout_ms],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -136,9 +143,8 @@ def _publish(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["index", "lane", "num_rows", "num_lanes", "timeout_ms"])
 def _collect(  # type: ignore[no-untyped-def]
-    y_ptr, shared_ptr, delta_ptr, reply_ptr, first_reply_ptr, state_ptr,
-    index, lane, num_lanes, timeout_ms, num_rows, hidden_size,
-    HAS_SHARED: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr,
+    y_ptr, shared_ptr, delta_ptr, replies_ptr, state_ptr, index, lane, num_lanes, timeout_ms,
+    num_rows, hidden_size, HAS_SHARED: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_there = at < num_rows * hidden_size
@@ -147,7 +153,7 @@ def _collect(  # type: ignore[no-untyped-def]
     delta = tl.zeros([BLOCK], tl.float32)
     if HAS_SHARED:
         delta = tl.load(shared_ptr + at, mask=is_there, other=0.0)
-    arrived = wait_for_flag(reply_ptr, number, first_reply_ptr, num_lanes, timeout_ms, THREADS)
+    arrived = wait_for_flag(replies_ptr, lane, num_lanes, number, timeout_ms, THREADS)
     is_sum = at < num_tokens * arrived * hidden_size
     delta += tl.load(y_ptr + at, mask=is_sum, other=0.0)
     tl.store(delta_ptr + at, delta, mask=is_there)
@@ -219,11 +225,11 @@ def collect(
     num_values = num_rows * hidden_size
     block = triton.next_power_of_2(triton.cdiv(num_values, _COLLECT_PROGRAMS))
     block = min(max(block, _LEAST_COLLECT_BLOCK), _MOST_COLLECT_BLOCK)
-    num_warps = 4 if block <= 2 * _LEAST_COLLECT_BLOCK else 8
+    num_warps = 4 if block <= 2048 else 8
     delta = torch.empty(num_rows, hidden_size, dtype=torch.float32, device=boxes.state.device)
     _collect[(triton.cdiv(num_values, block),)](
-        boxes.lanes[lane].y, delta if shared is None else shared, delta, boxes.reply(lane), boxes.reply(0),
-        boxes.state, index, lane, len(boxes.lanes), round(1000 * timeout_s), num_rows, hidden_size,
+        boxes.lanes[lane].y, delta if shared is None else shared, delta, boxes.replies(0), boxes.state,
+        index, lane, len(boxes.lanes), round(1000 * timeout_s), num_rows, hidden_size,
         HAS_SHARED=shared is not None, BLOCK=block, THREADS=32 * num_warps, num_warps=num_warps,
     )  # fmt: skip
     return delta

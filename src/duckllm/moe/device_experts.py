@@ -16,7 +16,7 @@ import torch
 
 from duckllm import _native
 from duckllm.moe.executor import ExpertExecutor, PendingStep
-from duckllm.transport.exchange import LINE_WORDS, Exchange, LaneArrays, Program
+from duckllm.transport.exchange import LINE_WORDS, REPLY_LINES, Exchange, LaneArrays, Program
 from duckllm.transport.flock import Flock
 from duckllm.transport.transport import Transport
 
@@ -40,7 +40,7 @@ class Mailboxes:
     """What host and GPU write for each other (csrc/transport/exchange.h), and what the GPU keeps of it.
 
     Shapes:
-        control: [1 + 2 * lanes, LINE_WORDS] int32, cpu, pinned where there is a GPU;
+        control: [1 + (1 + REPLY_LINES) * lanes, LINE_WORDS] int32, cpu, pinned where there is a GPU;
         state: [1 + lanes] int32, on the device: the epoch, and the tokens of each lane
     """
 
@@ -66,16 +66,17 @@ class Mailboxes:
             )
             for _ in range(num_lanes)
         )
-        control = zeros(1 + 2 * num_lanes, LINE_WORDS, dtype=torch.int32)
+        control = zeros(1 + (1 + REPLY_LINES) * num_lanes, LINE_WORDS, dtype=torch.int32)
         return cls(control, lanes, torch.zeros(1 + num_lanes, dtype=torch.int32, device=device))
 
     def requests(self, lane: int) -> torch.Tensor:
         """The lane's line of requests, [LINE_WORDS] int32."""
-        return self.control[1 + 2 * lane]
+        return self.control[1 + lane]
 
-    def reply(self, lane: int) -> torch.Tensor:
-        """The lane's line of the reply, [LINE_WORDS] int32."""
-        return self.control[2 + 2 * lane]
+    def replies(self, lane: int) -> torch.Tensor:
+        """The lane's lines of the reply, [REPLY_LINES, LINE_WORDS] int32."""
+        first = 1 + len(self.lanes) + lane * REPLY_LINES
+        return self.control[first : first + REPLY_LINES]
 
     def exchange(
         self,

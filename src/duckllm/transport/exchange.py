@@ -29,7 +29,7 @@ GPU_TIMEOUT_S = 60.0
 # Without a flock to ask about workers, nothing is to be done about a program in which nothing happens.
 _STALL_MS = 1000
 
-LINE_WORDS = _native.EXCHANGE_LINE_WORDS
+LINE_WORDS, REPLY_LINES = _native.EXCHANGE_LINE_WORDS, _native.EXCHANGE_REPLY_LINES
 Program = _native.Program
 
 
@@ -62,7 +62,7 @@ class Exchange:
         gpu_timeout_s: How long the GPU may publish nothing while it waits for nothing, seconds.
 
     Shapes:
-        control: [1 + 2 * lanes, LINE_WORDS] int32
+        control: [1 + (1 + REPLY_LINES) * lanes, LINE_WORDS] int32
 
     Threading: one thread at a time.
     """
