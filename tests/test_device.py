@@ -145,7 +145,8 @@ def test_vram_that_is_gone_by_the_time_it_is_taken_is_an_error_of_ours() -> None
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
     assert str(caught.value) == (
         "VRAM: got too little on a card while the model was loaded, expected the 3.00 GiB that were free "
-        "before (if no other process took it, a smaller kv_cache_bytes; CUDA out of memory. Tried to allocate)"
+        "before (if no other process took it, a smaller kv_cache_bytes; CUDA out of memory. Tried to "
+        "allocate)"
     )
     with pytest.raises(torch.OutOfMemoryError), vram_kept(CPU):
         raise torch.OutOfMemoryError("not ours")
