@@ -242,7 +242,7 @@ def test_a_worker_killed_within_a_program_changes_no_bit(
 def test_a_worker_that_is_silent_is_replaced(
     gpu: FakeGpu, model: Manifest, steps: list[tuple[int, Step]]
 ) -> None:
-    with device_experts(gpu, model, silence_s=0.2) as (experts, remote, flock, cluster):
+    with device_experts(gpu, model, silence_s=0.5) as (experts, remote, flock, cluster):
         expected = sums_of(remote, steps)
         program, sums = capture(gpu, experts, steps)
 
