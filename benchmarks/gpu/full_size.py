@@ -20,18 +20,17 @@ To try the program, layers and experts can be cut (``--layers``, ``--experts``),
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from bench_experts import MAX_TOKENS, ExpertsHere, NoExperts, asked
 from random_model import FORMAT, RandomTensors, cut, random_layers, write_model
 
 from duckllm import LLM, SamplingParams, _native
@@ -41,12 +40,10 @@ from duckllm.config import available_cores
 from duckllm.device import find_device
 from duckllm.engine.stats import Choices
 from duckllm.layers.step import SequenceStep
-from duckllm.models.causal_lm import CausalLM, MoEBlock
+from duckllm.models.causal_lm import CausalLM
 from duckllm.models.registry import load_config, load_model
 from duckllm.moe.device_experts import DeviceExperts, Mailboxes
-from duckllm.moe.executor import ExpertExecutor, PendingStep
-from duckllm.moe.local import LocalStep
-from duckllm.transport.exchange import Program
+from duckllm.moe.executor import ExpertExecutor
 from duckllm.weights.architectures import layout_of
 from duckllm.weights.checkpoint import load_json
 from duckllm.weights.formats import num_stripes, unit_bytes
@@ -55,8 +52,6 @@ from duckllm.weights.layout import ModelLayout
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 MODELS = {"qwen3": "Qwen3-30B-A3B", "deepseek": "DeepSeek-V3.2"}
 PAGE_TOKENS = 16
-# Threads of experts in this process spin between layers: nobody else wants the cores.
-SPIN_US = 2000
 LANES = {"off": 1, "on": 2}
 
 
@@ -76,128 +71,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="where the model is written; a temporary one if left out")
     parser.add_argument("--distinct", type=int, default=8, help="layers of experts in memory")
     parser.add_argument("--threads", type=int, nargs="+", default=[available_cores()], help="of experts here")
+    parser.add_argument("--ask", action="store_true", help="read a line from the input before measuring")
     return parser.parse_args()
-
-
-@dataclass
-class Asked:
-    """Passes steps on to the experts, and notes them.
-
-    Args:
-        experts: Compute them.
-        steps: Layer, activations, experts and their weights.
-    """
-
-    experts: ExpertExecutor
-    steps: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
-
-    def submit(
-        self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, lane: int = 0
-    ) -> PendingStep:
-        """As :class:`ExpertExecutor` has it."""
-        self.steps.append((layer, x.cpu().clone(), topk_ids.cpu().clone(), topk_weights.cpu().clone()))
-        return self.experts.submit(layer, x, topk_ids, topk_weights, lane)
-
-    def num_experts(self, most_rows: int) -> int:
-        """Experts that were read for the steps of up to so many rows."""
-        return sum(len(ids.unique()) for _, _, ids, _ in self.steps if len(ids) <= most_rows)
-
-
-@contextlib.contextmanager
-def asked(model: CausalLM) -> Iterator[Asked]:
-    """What a model asks of its experts meanwhile, in steps that are not captured."""
-    blocks = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MoEBlock)]
-    experts, captured = blocks[0].experts, getattr(model, "captured", None)
-    watched, model.captured = Asked(experts), None
-    for block in blocks:
-        block.experts = watched
-    try:
-        yield watched
-    finally:
-        model.captured = captured
-        for block in blocks:
-            block.experts = experts
-
-
-class NoExperts(DeviceExperts):
-    """Routed experts that add nothing and take no time: what is left is the host's part."""
-
-    def __init__(self) -> None:
-        pass
-
-    def submit(  # type: ignore[override]
-        self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, lane: int = 0
-    ) -> Nothing:
-        """Nothing to compute."""
-        return Nothing(x)
-
-    @contextlib.contextmanager
-    def record(self) -> Iterator[Program]:
-        """No steps."""
-        yield Program()
-
-    def run(self, program: Program, num_tokens: Sequence[int], replay: Callable[[], None]) -> None:
-        """Replays the graph."""
-        replay()
-
-
-@dataclass
-class Nothing:
-    """The sum of no experts, for as many rows as ``x`` has."""
-
-    x: torch.Tensor
-
-    def wait(self, shared: torch.Tensor | None = None) -> torch.Tensor:
-        """Zeros, or the shared expert's output."""
-        return torch.zeros_like(self.x) if shared is None else shared
-
-
-class ExpertsHere:
-    """Experts in this process whose layers use a few layers' units in turn.
-
-    Args:
-        layout: The model.
-        layers: The units.
-        num_threads: That compute.
-    """
-
-    def __init__(self, layout: ModelLayout, layers: Sequence[np.ndarray], num_threads: int) -> None:
-        self.units = {layer: layers[place % len(layers)] for place, layer in enumerate(layout.moe_layers)}
-        self._layout = layout
-        self.native = _native.Experts(
-            hidden_size=layout.hidden_size,
-            intermediate_size=layout.moe_intermediate_size,
-            num_experts=layout.num_experts,
-            top_k=layout.num_experts_per_tok,
-            first_stripe=0,
-            num_stripes=num_stripes(layout.moe_intermediate_size),
-            max_tokens=64,
-            num_threads=num_threads,
-            spin_us=SPIN_US // 10,
-            format=FORMAT,
-        )
-
-    def submit(
-        self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, lane: int = 0
-    ) -> LocalStep:
-        """As :class:`ExpertExecutor` has it."""
-        return LocalStep(self.native, self.units[layer], x.numpy(), topk_ids.numpy(), topk_weights.numpy())
-
-    def server(self, num_threads: int) -> _native.LaneServer:
-        """The same experts for a GPU host."""
-        return _native.experts_server(
-            self.units,
-            hidden_size=self._layout.hidden_size,
-            intermediate_size=self._layout.moe_intermediate_size,
-            top_k=self._layout.num_experts_per_tok,
-            max_tokens=64,
-            num_threads=num_threads,
-            spin_us=SPIN_US,
-            isa=_native.select_isa(),
-            format=FORMAT,
-            prefill="f32",
-            scale_layout="block",
-        )
 
 
 @dataclass(frozen=True)
@@ -217,6 +92,12 @@ class Bench:
     config: dict[str, Any]
     layout: ModelLayout
     read_gb_per_s: float
+
+    def ready(self) -> None:
+        """Says that all is loaded and compiled, and waits if that was asked for."""
+        print("ready", flush=True)
+        if self.arguments.ask:
+            input()
 
     @property
     def expert_bytes(self) -> int:
@@ -298,11 +179,16 @@ def measure_workers(bench: Bench) -> dict[str, Any]:
                     f"{time.perf_counter() - start:.1f} s",
                     flush=True,
                 )
-                for batch in arguments.batch:
-                    for lanes in list(LANES)[: min(2, batch)]:
-                        llm._engine.choices = Choices("off", lanes)
-                        what = f"{spec} workers, batch {batch}, lanes {lanes}"
-                        results[what] = answers(bench, llm, batch, what)
+                ways = [(batch, lanes) for batch in arguments.batch for lanes in list(LANES)[: min(2, batch)]]
+                for batch, lanes in ways:  # captures
+                    llm._engine.choices = Choices("off", lanes)
+                    answer(llm, batch, arguments.context, 3)
+                if not results:
+                    bench.ready()
+                for batch, lanes in ways:
+                    llm._engine.choices = Choices("off", lanes)
+                    what = f"{spec} workers, batch {batch}, lanes {lanes}"
+                    results[what] = answers(bench, llm, batch, what)
     return results
 
 
@@ -312,7 +198,6 @@ def answers(bench: Bench, llm: LLM, batch: int, what: str) -> dict[str, Any]:
     with asked(llm._engine.model) as watched:
         answer(llm, batch, context, 3)
     num_experts = watched.num_experts(batch) / 2  # in two steps after the prompts'
-    answer(llm, batch, context, 3)  # captures
     runs = [answer(llm, batch, context, num_tokens) for _ in range(bench.arguments.runs)]
     seconds = statistics.median(each for each, _ in runs)
     parts = {name: statistics.median(own.get(name, 0.0) for _, own in runs) for name in runs[0][1]}
@@ -381,7 +266,7 @@ def measure_here(bench: Bench) -> dict[str, Any]:
 
         def on_gpu(server: _native.LaneServer) -> DeviceExperts:
             sizes = layout.hidden_size, layout.num_experts_per_tok
-            boxes = Mailboxes.new(2, 64, *sizes, torch.device(bench.device))
+            boxes = Mailboxes.new(len(LANES), MAX_TOKENS, *sizes, torch.device(bench.device))
             return DeviceExperts(here, boxes, boxes.exchange(server), kernels)
 
         ways["nobody answers"] = load(on_gpu(_native.echo_server()))
@@ -390,10 +275,13 @@ def measure_here(bench: Bench) -> dict[str, Any]:
     else:
         ways[f"{max(arguments.threads)} threads"] = load(here)
     print(f"host loaded {len(ways)} times in {time.perf_counter() - start:.1f} s", flush=True)
-    for batch in arguments.batch:
-        for lanes, num_lanes in list(LANES.items())[: min(2, batch)]:
-            what = f"batch {batch}, lanes {lanes}"
-            results |= split(bench, here, ways, batch, num_lanes, what)
+    shapes = [(batch, lanes) for batch in arguments.batch for lanes in list(LANES)[: min(2, batch)]]
+    for model, cache in ways.values():  # captures
+        for batch, lanes in shapes:
+            decode(model, cache, batch, LANES[lanes], arguments.context, 2)
+    bench.ready()
+    for batch, lanes in shapes:
+        results |= split(bench, here, ways, batch, LANES[lanes], f"batch {batch}, lanes {lanes}")
     return results
 
 
@@ -421,7 +309,7 @@ def split(
     parts["experts alone"] = statistics.median(alone)
     for way, (model, cache) in ways.items():
         shape = model, cache, batch, num_lanes, arguments.context
-        decode(*shape, 2)  # captures
+        decode(*shape, 2)
         seconds = [decode(*shape, arguments.tokens) for _ in range(arguments.runs)]
         step_ms = 1e3 * statistics.median(seconds) / arguments.tokens
         if "threads" in way:

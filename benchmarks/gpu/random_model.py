@@ -139,7 +139,7 @@ class RandomTensors:
         self._kinds = host_tensors(config, layout)
         self._places = {name: place for place, name in enumerate(self._kinds)}
         self._seed, self._numbers = seed, Numbers(seed, device)
-        self._on_cpu = self._numbers if device == "cpu" else Numbers(seed)
+        self._embedding: torch.Tensor | None = None
 
     def names(self) -> list[str]:
         """Every tensor, sorted."""
@@ -154,8 +154,12 @@ class RandomTensors:
 
     def get(self, name: str) -> torch.Tensor:
         """A tensor as a checkpoint would have it."""
-        numbers = self._on_cpu if name == "model.embed_tokens.weight" else self._numbers
-        return numbers.tensor(self._kinds[name], np.random.default_rng([self._seed, self._places[name]]))
+        rng = np.random.default_rng([self._seed, self._places[name]])
+        if name != "model.embed_tokens.weight":
+            return self._numbers.tensor(self._kinds[name], rng)
+        if self._embedding is None:  # the largest one, and the same for every model made of these
+            self._embedding = Numbers(self._seed).tensor(self._kinds[name], rng)
+        return self._embedding
 
     def linear(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A linear layer's weight, dequantised."""
