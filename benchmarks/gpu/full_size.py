@@ -5,13 +5,13 @@
 
 Weights are random (random_model.py), FP8 experts at full size. The program
 
-1. measures what the cores read from memory (``duckllm bench roofline``'s loops),
-2. with ``qwen3`` writes a converted Qwen3-30B-A3B, starts local workers for it, ``--workers``, ``2x7`` being
+1. with ``qwen3`` writes a converted Qwen3-30B-A3B, starts local workers for it, ``--workers``, ``2x7`` being
    two of 7 threads, and has :class:`duckllm.LLM` answer ``--batch`` prompts at a time, lanes off and on,
-3. with ``deepseek`` makes DeepSeek-V3.2's host part on the GPU and the experts of ``--distinct`` layers in
+2. with ``deepseek`` makes DeepSeek-V3.2's host part on the GPU and the experts of ``--distinct`` layers in
    memory, which all MoE layers use in turn: more than any cache holds. Each step is computed whole, then with
    nobody at the other end of the hand-over, and then without experts; these are also computed alone,
-4. prints medians beside what the bytes of the experts allow at the measured rate, and one JSON line.
+3. prints medians beside what the bytes of the experts allow at the rate at which the cores read memory in
+   the same run (``duckllm bench roofline``'s loops), and one JSON line.
 
 To try the program, layers and experts can be cut (``--layers``, ``--experts``), and the host can be a CPU
 (``--device cpu``).
@@ -75,7 +75,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Bench:
     """What both models' measurements need.
 
@@ -84,20 +84,23 @@ class Bench:
         device: torch's name of the host's.
         config: The model's config.json.
         layout: Of the same.
-        read_gb_per_s: What all cores read.
+        read_gb_per_s: What all cores read; measured once all is loaded, like the rest.
     """
 
     arguments: argparse.Namespace
     device: str
     config: dict[str, Any]
     layout: ModelLayout
-    read_gb_per_s: float
+    read_gb_per_s: float = 0.0
 
     def ready(self) -> None:
-        """Says that all is loaded and compiled, and waits if that was asked for."""
+        """Says that all is loaded and captured, waits if that was asked for, and measures what cores read."""
         print("ready", flush=True)
         if self.arguments.ask:
             input()
+        cores = available_cores()
+        self.read_gb_per_s = read_ceiling(cores).rate.median
+        print(f"{cores} cores read {self.read_gb_per_s:.1f} GB/s", flush=True)
 
     @property
     def expert_bytes(self) -> int:
@@ -328,14 +331,13 @@ def main() -> None:
         load_json(CONFIGS / MODELS[arguments.model] / "config.json"), arguments.layers, arguments.experts
     )
     cores = available_cores()
-    read = read_ceiling(cores).rate.median
     print(
-        f"{device.title}; {cpu_name()}, {cores} cores read {read:.1f} GB/s; {MODELS[arguments.model]}, "
+        f"{device.title}; {cpu_name()}, {cores} cores; {MODELS[arguments.model]}, "
         f"{config['num_hidden_layers']} layers, commit {commit()}",
         flush=True,
     )
-    bench = Bench(arguments, device.name, config, layout_of(config, {}), read)
-    measure = measure_workers if arguments.model == "qwen3" else measure_here
+    bench = Bench(arguments, device.name, config, layout_of(config, {}))
+    results = measure_workers(bench) if arguments.model == "qwen3" else measure_here(bench)
     summary = {
         "benchmark": "gpu/full_size",
         "commit": commit(),
@@ -343,11 +345,11 @@ def main() -> None:
         "machine": f"{cpu_name()}, {cores} cores",
         "model": MODELS[arguments.model],
         "layers": config["num_hidden_layers"],
-        "read_gb_per_s": round(read, 2),
+        "read_gb_per_s": round(bench.read_gb_per_s, 2),
         "context": arguments.context,
         "tokens": arguments.tokens,
         "runs": arguments.runs,
-        "results": measure(bench),
+        "results": results,
     }
     print(json.dumps(summary))
 
