@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from duckllm import _native
 from duckllm.cluster import open_cluster
 from duckllm.config import ClusterConfig, StepConfig, available_cores, show_size, total_memory_bytes
 from duckllm.device import CPU, Device, find_device
@@ -27,15 +28,19 @@ from duckllm.prefill import check_prefill, select_isa
 from duckllm.transport.transport import Transport
 
 if TYPE_CHECKING:
+    import torch
+
     from duckllm.cluster.base import Cluster
     from duckllm.cluster.connect import WorkerInfo
     from duckllm.engine.engine import Engine
+    from duckllm.moe.device_experts import DeviceExperts
     from duckllm.moe.executor import ExpertExecutor
     from duckllm.text import Tokenizer
     from duckllm.transport.flock import Flock
     from duckllm.weights.host_tensors import HostTensors
     from duckllm.weights.manifest import Manifest
 
+_LANES = 2  # of a step, at most
 # Host weights a token reads, in elements, above which a second torch thread pays for its start.
 _ONE_THREAD_ELEMENTS = 30_000_000
 
@@ -333,12 +338,12 @@ def build_engine(
     )
     length = memory.max_model_len
     tensors = HostTensors(model.path)
+    on = torch.device(device.name)
     torch.set_num_threads(host_threads or _host_threads(tensors, num_here > 0))
     if cluster is None:
-        experts, view = _experts_here(model, config)
+        experts, view = _experts_here(model, config, on)
     else:
-        experts, view = _experts_on_workers(stack, model, cluster, config)
-    on = torch.device(device.name)
+        experts, view = _experts_on_workers(stack, model, cluster, config, on)
     loaded = load_model(parsed, tensors, experts, max_tokens=length, device=on)
     drafting = None
     if drafts(model, step_config):
@@ -402,7 +407,9 @@ def _host_threads(tensors: HostTensors, shares_cores: bool) -> int:
     return max(1, available_cores() // 2 if shares_cores else available_cores())
 
 
-def _experts_here(model: ModelFolder, config: ClusterConfig) -> tuple[ExpertExecutor, ExpertsView]:
+def _experts_here(
+    model: ModelFolder, config: ClusterConfig, device: torch.device
+) -> tuple[ExpertExecutor, ExpertsView]:
     from duckllm.moe.local import LocalExperts
 
     num_threads = config.threads_per_worker or available_cores()
@@ -421,11 +428,15 @@ def _experts_here(model: ModelFolder, config: ClusterConfig) -> tuple[ExpertExec
         weight_formats=(experts.weight_format,),
         weight_bytes=(experts.weight_bytes,),
     )
-    return experts, ExpertsView(lambda: info)
+    view = ExpertsView(lambda: info)
+    if device.type == "cpu":
+        return experts, view
+    server = experts.server(max_tokens=config.max_step_tokens, num_threads=num_threads)
+    return experts_of_gpu(experts, server, model.manifest, device), view
 
 
 def _experts_on_workers(
-    stack: ExitStack, model: ModelFolder, cluster: Cluster, config: ClusterConfig
+    stack: ExitStack, model: ModelFolder, cluster: Cluster, config: ClusterConfig, device: torch.device
 ) -> tuple[ExpertExecutor, ExpertsView]:
     from duckllm.moe.dispatch import RemoteExperts
     from duckllm.transport.flock import Flock
@@ -447,9 +458,40 @@ def _experts_on_workers(
         )
     )
     flock = Flock(transport, cluster, config.worker_silence_s, config.worker_timeout_s)
-    return RemoteExperts(flock), ExpertsView(
-        lambda: _describe_workers(cluster, flock), flock.times, flock.attend
+    experts = RemoteExperts(flock)
+    view = ExpertsView(lambda: _describe_workers(cluster, flock), flock.times, flock.attend)
+    if device.type == "cpu":
+        return experts, view
+    return experts_of_gpu(experts, transport.server(), manifest, device, flock, transport), view
+
+
+def experts_of_gpu(
+    executor: ExpertExecutor,
+    server: _native.LaneServer,
+    manifest: Manifest,
+    device: torch.device,
+    flock: Flock | None = None,
+    transport: Transport | None = None,
+) -> DeviceExperts:
+    """The expert executor of a host with a GPU.
+
+    Args:
+        executor: Computes steps of CPU tensors.
+        server: Computes those of captured graphs.
+        manifest: The model.
+        device: The GPU.
+        flock: Brings back workers, where there are some.
+        transport: Theirs.
+    """
+    from duckllm.kernels import exchange as kernels
+    from duckllm.kernels.half_rows import MAX_GROUPED_ROWS
+    from duckllm.moe.device_experts import DeviceExperts, Mailboxes
+
+    boxes = Mailboxes.new(
+        _LANES, MAX_GROUPED_ROWS, manifest.hidden_size, manifest.num_experts_per_tok, device
     )
+    exchange = boxes.exchange(server, flock=flock, transport=transport)
+    return DeviceExperts(executor, boxes, exchange, kernels)
 
 
 def _describe_workers(cluster: Cluster, flock: Flock) -> ClusterInfo:

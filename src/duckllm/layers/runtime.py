@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
-from duckllm.errors import ConfigError
-
 if TYPE_CHECKING:
     from duckllm.layers.rope import RotaryTable
     from duckllm.layers.step import LayerCache, SequenceStep
@@ -193,8 +191,10 @@ def new_runtime(device: torch.device, max_in_features: int, num_threads: int) ->
     Raises:
         ConfigError: DUCK_FORCE_ISA names no instruction set, or one that this machine lacks.
     """
-    if device.type != "cpu":
-        raise ConfigError("device", str(device), "cpu")
+    if device.type == "cuda":
+        from duckllm.layers.cuda_runtime import CudaRuntime
+
+        return CudaRuntime(device)
     from duckllm.layers.cpu_runtime import CpuRuntime
 
     return CpuRuntime.new(max_in_features, num_threads)

@@ -203,7 +203,7 @@ class DeviceExperts:
 
         Args:
             program: Of the graph.
-            num_tokens: Of each lane; rows behind them are padding.
+            num_tokens: Of each lane that the graph has; rows behind them are padding.
             replay: Launches the graph on the current stream.
 
         Raises:
@@ -212,9 +212,11 @@ class DeviceExperts:
             RuntimeError: GPU or host waited in vain for each other.
             KeyboardInterrupt: Ctrl-C, while steps are waited for or a worker is brought back.
         """
+        unused = len(self._boxes.lanes) - len(num_tokens)
+        counts = [*num_tokens, *(0 for _ in range(unused))]
 
         def attempt(silence_s: float | None = None) -> None:
-            self._exchange.start(program, num_tokens)
+            self._exchange.start(program, counts)
             try:
                 replay()
                 self._exchange.finish(silence_s)
