@@ -55,7 +55,7 @@ class Asked:
 def asked(model: CausalLM) -> Iterator[Asked]:
     """What a model asks of its experts meanwhile, in steps that are not captured."""
     blocks = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MoEBlock)]
-    experts, captured = blocks[0].experts, getattr(model, "captured", None)
+    experts, captured = blocks[0].experts, model.captured
     watched, model.captured = Asked(experts), None
     for block in blocks:
         block.experts = watched
