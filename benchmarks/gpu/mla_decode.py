@@ -25,7 +25,7 @@ from duckllm.kernels.step_rows import PAGE_TOKENS, StepRows
 HEADS, NOPE, ROPE, LATENT, TOPK, SCALE = 128, 128, 64, 512, 2048, 0.07
 WIDTH = LATENT + ROPE
 CONTEXTS = (1024, 8192, 32768, 131072)
-NUM_WEIGHTS = 12  # of 16 MB
+NUM_WEIGHTS = 12  # of 8 MB, twice
 
 
 def matmul_flop_per_us() -> float:

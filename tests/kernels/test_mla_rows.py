@@ -169,7 +169,10 @@ def test_a_row_has_the_same_bits_in_any_company(sizes: tuple[int, ...], stored: 
 def test_fp8_stays_bytes_where_blocks_begin_with_matrices() -> None:
     weight, scales, _ = random_weight(4 * 256, 512, "fp8")
     kept = mla_rows.HeadWeights.stored(weight, scales, 4, 128, 128)
-    assert kept.weight.data_ptr() == weight.data_ptr()
-    assert kept.weight.dtype == torch.uint8
+    assert torch.equal(kept.weight, weight.view(torch.uint8).view(4, 256, 512)[:, 128:])
+    kept = mla_rows.HeadWeights.stored(weight, scales, 4, 0, 128)
+    assert torch.equal(kept.weight, weight.view(torch.uint8).view(4, 256, 512)[:, :128].mT)
+    assert kept.scales.shape == (4, 4, 1)
     weight, scales, _ = random_weight(4 * 192, 512, "fp8")
-    assert mla_rows.HeadWeights.stored(weight, scales, 4, 128, 64).weight.dtype == torch.float32
+    changed = mla_rows.HeadWeights.stored(weight, scales, 4, 128, 64)
+    assert changed.weight.dtype == torch.float32

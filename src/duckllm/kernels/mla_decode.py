@@ -23,8 +23,10 @@ from duckllm.kernels.step_rows import PAGE_TOKENS, StepRows
 
 # A part is 64 tokens at least; 64 parts of two tiles of heads fill the largest cards.
 MAX_PARTS = 64
-# Heads and tokens of a tile, tiles of tokens on their way at a time, and warps.
-_LARGE_TILE, _SMALL_TILE = (64, 64, 2, 8), (16, 32, 1, 4)
+# Heads and tokens of a tile, tiles of tokens on their way at a time, and warps. Where tokens are few, half the
+# heads a tile give twice the programs: 2048 selected tokens take 19.6 us instead of 23.0 (H200), but all of
+# 8192 36.9 instead of 25.1.
+_LARGE_TILE, _SELECTED_TILE, _SMALL_TILE = (64, 64, 2, 8), (32, 64, 2, 8), (16, 32, 1, 4)
 _LOG2_E = 1.4426950408889634
 
 
@@ -164,10 +166,11 @@ def attend_latents(
     logs = torch.empty(num_rows, parts, num_heads, dtype=f32, device=q.device)
     latent, rope = (max(16, triton.next_power_of_2(n)) for n in (latent_dim, width - latent_dim))
     # What fits into a multiprocessor: a tile of queries, and some of latents where there is room.
-    heads, tokens, stages, warps = _LARGE_TILE if is_large else _SMALL_TILE
+    is_chosen = selection is not None
+    large_tile = _SELECTED_TILE if is_chosen and parts > 1 else _LARGE_TILE
+    heads, tokens, stages, warps = large_tile if is_large else _SMALL_TILE
     heads = min(heads, max(16, triton.next_power_of_2(num_heads)))
     seen = (rows.positions, rows.firsts, rows.slots)
-    is_chosen = selection is not None
     chosen, counts = (
         (rows.pages, rows.positions) if selection is None else (selection.positions, selection.counts)
     )

@@ -37,60 +37,54 @@ _COLUMNS = 64
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """A matrix for each head: some rows of each head's part of a weight.
+    """A matrix for each head, made of some rows of each head's part of a weight by :meth:`stored`.
 
-    :meth:`stored` makes one. FP8 keeps its bytes where blocks of scales begin where matrices do, as in
-    all published models; else it becomes f32.
+    Numbers that are added up lie side by side, as a row of the matrix units' operand needs them.
 
     Args:
-        weight: All of the heads' rows, those of other matrices among them.
+        weight: The matrices, each [outputs, inputs].
         scales: Of each block of 128 x 128 weights; None where the weight has its own values.
-        num_heads: Heads.
-        head_rows: Rows from a head's first to the next head's.
-        first_row: Of a head's rows, the matrix's first.
-        size: Rows of a matrix.
 
     Shapes:
-        weight: [heads * head_rows, lora] uint8 (bytes of e4m3 without NaN), bf16 or f32, contiguous;
-        scales: [ceil(heads * head_rows / 128), ceil(lora / 128)] f32
+        weight: [heads, N, K] uint8 (bytes of e4m3 without NaN), bf16 or f32, contiguous;
+        scales: [heads, ceil(N / 128), ceil(K / 128)] f32
     """
 
     weight: torch.Tensor
     scales: torch.Tensor | None
-    num_heads: int
-    head_rows: int
-    first_row: int
-    size: int
 
     @classmethod
     def stored(
         cls, weight: torch.Tensor, scales: torch.Tensor | None, num_heads: int, first_row: int, size: int
     ) -> HeadWeights:
-        """The matrices that begin ``first_row`` rows after a head's first row.
+        """A copy of the ``size`` rows from ``first_row`` on of each head's part of ``kv_b_proj``.
 
-        ``kv_b_proj`` has a head's key up-projection first, ``stored(..., 0, nope)``, and then its value
-        up-projection, ``stored(..., nope, v)``. Both share the weight's memory where it stays as it is.
+        A head's first rows are its key up-projection, ``stored(..., 0, nope)``. They are inputs, so it is
+        transposed. Its value up-projection follows, ``stored(..., nope, v)``, whose rows are outputs. FP8
+        stays bytes where blocks of scales begin where matrices do, as in all published models; else it
+        becomes f32.
 
         Shapes:
-            weight: [heads * (nope + v), lora] of e4m3 or its bytes, bf16 or f32; scales: as above
+            weight: [heads * (nope + v), lora] of e4m3 or its bytes, bf16 or f32;
+            scales: [ceil(heads * (nope + v) / 128), ceil(lora / 128)]
         """
+        is_key, last_row = first_row == 0, first_row + size
         head_rows = weight.shape[0] // num_heads
         if scales is None:
-            kept = weight if weight.dtype == torch.bfloat16 else weight.float()
-            return cls(kept, None, num_heads, head_rows, first_row, size)
-        codes = weight.view(torch.uint8)
-        if head_rows % SCALE_BLOCK == 0 and first_row % SCALE_BLOCK == 0:
-            return cls(codes, scales.float().contiguous(), num_heads, head_rows, first_row, size)
-        spread = scales.float().repeat_interleave(SCALE_BLOCK, 0)[: weight.shape[0]]
-        spread = spread.repeat_interleave(SCALE_BLOCK, 1)[:, : weight.shape[1]]
-        values = codes.view(torch.float8_e4m3fn).float() * spread
-        own = values.view(num_heads, head_rows, -1)[:, first_row : first_row + size]
-        return cls(own.reshape(num_heads * size, -1).contiguous(), None, num_heads, size, 0, size)
-
-    @property
-    def lora(self) -> int:
-        """Width of the latent."""
-        return self.weight.shape[1]
+            weight = weight if weight.dtype == torch.bfloat16 else weight.float()
+        else:
+            weight, scales = weight.view(torch.uint8), scales.float()
+            if head_rows % SCALE_BLOCK or first_row % SCALE_BLOCK:
+                spread = scales.repeat_interleave(SCALE_BLOCK, 0)[: weight.shape[0]]
+                spread = spread.repeat_interleave(SCALE_BLOCK, 1)[:, : weight.shape[1]]
+                weight, scales = weight.view(torch.float8_e4m3fn).float() * spread, None
+        matrices = weight.view(num_heads, head_rows, -1)[:, first_row:last_row]
+        if scales is not None:
+            first, last = first_row // SCALE_BLOCK, triton.cdiv(last_row, SCALE_BLOCK)
+            scales = scales.view(num_heads, head_rows // SCALE_BLOCK, -1)[:, first:last]
+            scales = (scales.mT if is_key else scales).clone(memory_format=torch.contiguous_format)
+        matrices = (matrices.mT if is_key else matrices).clone(memory_format=torch.contiguous_format)
+        return cls(matrices, scales)
 
 
 @triton.jit
@@ -188,9 +182,32 @@ def _add_product(total, x, w, scale, HAS_E4M3: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
+def _product(  # type: ignore[no-untyped-def]
+    x_rows, in_rows, w_ptr, scales_ptr, head, first_column, num_columns, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_E4M3: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, COLUMNS] outputs of a head's matrix [num_columns, width]; COLUMNS divides 128."""
+    column = first_column + tl.arange(0, COLUMNS)
+    w_rows = w_ptr + (head.to(tl.int64) * num_columns + column)[:, None] * width
+    num_blocks = tl.cdiv(width, 128)
+    scales = scales_ptr + (head * tl.cdiv(num_columns, 128) + first_column // 128) * num_blocks
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    scale = 1.0
+    for block in tl.range(0, num_blocks, num_stages=STAGES):
+        k = (block * 128 + tl.arange(0, 128))[None, :]
+        w = tl.load(w_rows + k, mask=(column < num_columns)[:, None] & (k < width), other=0)
+        x = tl.load(x_rows + k, mask=in_rows & (k < width), other=0.0).to(tl.float32)
+        if HAS_SCALES:
+            scale = tl.load(scales + block)
+        total = _add_product(total, x, w.T, scale, HAS_E4M3)
+    return total
+
+
+@triton.jit
 def _absorb(  # type: ignore[no-untyped-def]
     heads_ptr, w_ptr, scales_ptr, positions_ptr, cos_ptr, sin_ptr, q_ptr,
-    num_rows, heads_stride, num_heads, head_rows, first_row, nope, lora, half,
+    num_rows, heads_stride, num_heads, nope, lora, half,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_SCALES: tl.constexpr, HAS_E4M3: tl.constexpr,
 ):  # fmt: skip
@@ -210,27 +227,18 @@ def _absorb(  # type: ignore[no-untyped-def]
         tl.store(q_rows + lora + pair, first.to(q_ptr.dtype.element_ty), mask=mask)
         tl.store(q_rows + lora + half + pair, second.to(q_ptr.dtype.element_ty), mask=mask)
     else:
-        column = tile * COLUMNS + tl.arange(0, COLUMNS)
-        in_columns = (column < lora)[None, :]
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        top = head * head_rows + first_row
-        scale = 1.0
-        for start in tl.range(0, nope, 128, num_stages=1):
-            k = start + tl.arange(0, 128)
-            w_rows = w_ptr + (top + k).to(tl.int64)[:, None] * lora
-            w = tl.load(w_rows + column[None, :], mask=(k < nope)[:, None] & in_columns, other=0)
-            x = tl.load(x_rows + k[None, :], mask=in_rows & (k < nope)[None, :], other=0.0)
-            if HAS_SCALES:  # COLUMNS divides 128
-                block = (top + start) // 128 * tl.cdiv(lora, 128) + tile * COLUMNS // 128
-                scale = tl.load(scales_ptr + block)
-            total = _add_product(total, x, w, scale, HAS_E4M3)
-        tl.store(q_rows + column[None, :], total.to(q_ptr.dtype.element_ty), mask=in_rows & in_columns)
+        total = _product(
+            x_rows, in_rows, w_ptr, scales_ptr, head, tile * COLUMNS, lora, nope,
+            ROWS, COLUMNS, HAS_SCALES, HAS_E4M3, 1,
+        )  # fmt: skip
+        column = (tile * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+        tl.store(q_rows + column, total.to(q_ptr.dtype.element_ty), mask=in_rows & (column < lora))
 
 
 @triton.jit
 def _raise(  # type: ignore[no-untyped-def]
     context_ptr, w_ptr, scales_ptr, values_ptr, half_ptr, factors_ptr,
-    num_rows, padded_rows, num_heads, head_rows, first_row, size, lora,
+    num_rows, padded_rows, num_heads, size, lora,
     ROWS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_E4M3: tl.constexpr, HALVED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -239,22 +247,13 @@ def _raise(  # type: ignore[no-untyped-def]
     row = group * ROWS + tl.arange(0, ROWS)
     in_rows = (row < num_rows)[:, None]
     x_rows = context_ptr + (row.to(tl.int64) * num_heads + head)[:, None] * lora
-    column = tile * 128 + tl.arange(0, 128)
-    in_columns = (column < size)[None, :]
-    w_rows = w_ptr + (head * head_rows + first_row + column).to(tl.int64)[:, None] * lora
-    scales = scales_ptr + (head * head_rows + first_row + tile * 128) // 128 * tl.cdiv(lora, 128)
-    total = tl.zeros((ROWS, 128), tl.float32)
-    scale = 1.0
-    for start in tl.range(0, lora, 128, num_stages=STAGES):
-        k = start + tl.arange(0, 128)
-        w = tl.load(w_rows + k[None, :], mask=(column < size)[:, None] & (k < lora)[None, :], other=0)
-        x = tl.load(x_rows + k[None, :], mask=in_rows & (k < lora)[None, :], other=0.0).to(tl.float32)
-        if HAS_SCALES:
-            scale = tl.load(scales + start // 128)
-        total = _add_product(total, x, w.T, scale, HAS_E4M3)
-    width = num_heads * size
-    at = row.to(tl.int64)[:, None] * width + head * size + column[None, :]
-    tl.store(values_ptr + at, total, mask=in_rows & in_columns)
+    total = _product(
+        x_rows, in_rows, w_ptr, scales_ptr, head, tile * 128, size, lora,
+        ROWS, 128, HAS_SCALES, HAS_E4M3, STAGES,
+    )  # fmt: skip
+    column = (tile * 128 + tl.arange(0, 128))[None, :]
+    at = row.to(tl.int64)[:, None] * num_heads * size + head * size + column
+    tl.store(values_ptr + at, total, mask=in_rows & (column < size))
     if HALVED:  # a tile is a block of 128 numbers
         halves, factors = halve(total)
         tl.store(half_ptr + at, halves, mask=in_rows)
@@ -271,7 +270,7 @@ def _raise_stages(weight: torch.Tensor, tile: int) -> int:
     """Blocks of 128 columns on their way at a time: as many as there is shared memory for."""
     if tile == DECODE_ROWS:
         return 4 if weight.dtype == torch.uint8 else 2
-    return 2 if weight.dtype == torch.uint8 and has_large_shared_memory(weight.device.index or 0) else 1
+    return 2 if has_large_shared_memory(weight.device.index or 0) else 1
 
 
 def _has_e4m3(device: torch.device) -> bool:
@@ -287,7 +286,7 @@ def absorb(
 
     Args:
         heads: Queries, each head's rotated part last, which is not rotated yet.
-        key_up: A head's matrix is [nope, lora].
+        key_up: A head's matrix is [lora, nope].
         interleaved: Whether rotated pairs are neighbours, or lie in the two halves.
         rows: Where rows belong.
         dtype: Of the result: the cache's.
@@ -299,16 +298,14 @@ def absorb(
         tests/kernels/test_mla_rows.py, float64: 2^-11 of the sum of magnitudes.
     """
     num_rows, half = rows.num_rows, rows.cos.shape[1]
-    num_heads, lora = key_up.num_heads, key_up.lora
+    num_heads, lora, nope = key_up.weight.shape
     q = torch.empty(num_rows, num_heads, lora + 2 * half, dtype=dtype, device=heads.device)
-    tile, columns = _tile_rows(num_rows, key_up.weight), min(_COLUMNS, max(16, triton.next_power_of_2(lora)))
-    grid = (triton.cdiv(num_rows, tile), triton.cdiv(lora, columns) + 1, num_heads)
-    _absorb[grid](
+    tile = _tile_rows(num_rows, key_up.weight)
+    _absorb[(triton.cdiv(num_rows, tile), triton.cdiv(lora, _COLUMNS) + 1, num_heads)](
         heads, key_up.weight, key_up.weight if key_up.scales is None else key_up.scales,
-        rows.positions, rows.cos, rows.sin, q, num_rows, heads.stride(0), num_heads, key_up.head_rows,
-        key_up.first_row, key_up.size, lora, half, ROWS=tile, COLUMNS=columns,
-        HALF=triton.next_power_of_2(half), INTERLEAVED=interleaved, HAS_SCALES=key_up.scales is not None,
-        HAS_E4M3=_has_e4m3(heads.device), num_warps=4,
+        rows.positions, rows.cos, rows.sin, q, num_rows, heads.stride(0), num_heads, nope, lora, half,
+        ROWS=tile, COLUMNS=_COLUMNS, HALF=triton.next_power_of_2(half), INTERLEAVED=interleaved,
+        HAS_SCALES=key_up.scales is not None, HAS_E4M3=_has_e4m3(heads.device), num_warps=4,
     )  # fmt: skip
     return q
 
@@ -320,7 +317,7 @@ def raise_values(context: torch.Tensor, value_up: HeadWeights) -> Activations:
 
     Args:
         context: Weighted latents.
-        value_up: A head's matrix is [v, lora], which the latent is multiplied with.
+        value_up: A head's matrix is [v, lora].
 
     Shapes:
         context: [R, heads, lora] f32 or bf16, contiguous; result: [R, heads * v]
@@ -329,17 +326,15 @@ def raise_values(context: torch.Tensor, value_up: HeadWeights) -> Activations:
         tests/kernels/test_mla_rows.py, float64: 2^-11 of the sum of magnitudes.
     """
     num_rows, num_heads, lora = context.shape
-    size = value_up.size
+    size = value_up.weight.shape[1]
     width, tile = num_heads * size, _tile_rows(num_rows, value_up.weight)
     values = torch.empty(num_rows, width, dtype=torch.float32, device=context.device)
     half = empty_half_rows(num_rows, width, context.device)
     is_halved = size % SCALE_BLOCK == 0
-    grid = (triton.cdiv(num_rows, tile), num_heads, triton.cdiv(size, SCALE_BLOCK))
-    _raise[grid](
+    _raise[(triton.cdiv(num_rows, tile), num_heads, triton.cdiv(size, SCALE_BLOCK))](
         context, value_up.weight, value_up.weight if value_up.scales is None else value_up.scales,
-        values, half.values, half.factors, num_rows, half.values.shape[0], num_heads, value_up.head_rows,
-        value_up.first_row, size, lora, ROWS=tile, HAS_SCALES=value_up.scales is not None,
-        HAS_E4M3=_has_e4m3(context.device), HALVED=is_halved,
-        STAGES=_raise_stages(value_up.weight, tile), num_warps=4,
+        values, half.values, half.factors, num_rows, half.values.shape[0], num_heads, size, lora, ROWS=tile,
+        HAS_SCALES=value_up.scales is not None, HAS_E4M3=_has_e4m3(context.device), HALVED=is_halved,
+        STAGES=_raise_stages(value_up.weight, tile), num_warps=8 if tile == DECODE_ROWS else 4,
     )  # fmt: skip
     return Activations(values, half if is_halved else to_half_rows(values))
