@@ -137,6 +137,9 @@ class CpuRuntime:
         positions = torch.cat([torch.arange(each.start, each.stop) for each in sequences])
         return StepContext(sequences, *rotary.rows(positions))
 
+    def active(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def lane(self, number: int) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -62,7 +62,7 @@ class CudaRuntime:
         torch.cuda.set_device(self.device)
         self.lanes = Lanes(self.device)
         self._staging = Staging(self.device)
-        self._workspaces: dict[int, Workspace] = {}
+        self._workspaces: dict[int, Workspace] = {}  # of each lane
         self._tables: WeakKeyDictionary[RotaryTable, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()
 
     def pack(self, weight: torch.Tensor, scales: torch.Tensor | None) -> DeviceWeight:
@@ -105,10 +105,10 @@ class CudaRuntime:
         return y if weight.row_scales is None else y.mul_(weight.row_scales)
 
     def _workspace(self) -> Workspace:
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        if stream not in self._workspaces:
-            self._workspaces[stream] = Workspace(self.device)
-        return self._workspaces[stream]
+        lane = self.lanes.current
+        if lane not in self._workspaces:
+            self._workspaces[lane] = Workspace(self.device)
+        return self._workspaces[lane]
 
     def plain(self, x: Activations | torch.Tensor) -> torch.Tensor:
         return x.values if isinstance(x, Activations) else x
@@ -159,6 +159,9 @@ class CudaRuntime:
         if rotary not in self._tables:
             self._tables[rotary] = rotary.cos.to(self.device), rotary.sin.to(self.device)
         return self._tables[rotary]
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        return torch.cuda.device(self.device)
 
     def lane(self, number: int) -> contextlib.AbstractContextManager[None]:
         return self.lanes.turn(number)
@@ -290,6 +293,7 @@ class Lanes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.current = 0  # whose turn it is
         self._streams: list[torch.cuda.Stream] = []
         self._events: list[torch.cuda.Event] = []
 
@@ -315,15 +319,19 @@ class Lanes:
     @contextlib.contextmanager
     def turn(self, number: int) -> Iterator[None]:
         """A lane's turn at a layer; outside of :meth:`fork` on the current stream."""
-        if len(self._streams) < 2:
-            yield
-            return
-        stream = self._streams[number]
-        if number:
-            stream.wait_event(self._events[number - 1])
-        with torch.cuda.stream(stream):
-            yield
-        self._events[number].record(stream)
+        self.current = number
+        try:
+            if len(self._streams) < 2:
+                yield
+                return
+            stream = self._streams[number]
+            if number:
+                stream.wait_event(self._events[number - 1])
+            with torch.cuda.stream(stream):
+                yield
+            self._events[number].record(stream)
+        finally:
+            self.current = 0
 
 
 def _refuse_nan(codes: torch.Tensor) -> None:

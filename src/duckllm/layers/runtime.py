@@ -95,6 +95,9 @@ class Runtime(Protocol):
     def new_step(self, sequences: Sequence[SequenceStep], rotary: RotaryTable) -> Step:
         """The contexts of a step's rows, in order."""
 
+    def active(self) -> AbstractContextManager[None]:
+        """Around whatever is computed, in whichever thread."""
+
     def lane(self, number: int) -> AbstractContextManager[None]:
         """Where one of a step's lanes is computed."""
 

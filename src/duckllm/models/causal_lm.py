@@ -288,15 +288,16 @@ class CausalLM:
         """
         times = times or StepTimes()
         times.start()
-        if self.captured is not None and self.captured.takes(lanes):
-            hidden = self.captured.forward(lanes, kv_cache)
-            times.lap("device_s")
-            return hidden
-        running = [
-            Lane(number, self.step_context(sequences), self.embed(token_ids))
-            for number, (token_ids, sequences) in enumerate(lanes)
-        ]
-        return self.advance(running, kv_cache, times)
+        with self.runtime.active():
+            if self.captured is not None and self.captured.takes(lanes):
+                hidden = self.captured.forward(lanes, kv_cache)
+                times.lap("device_s")
+                return hidden
+            running = [
+                Lane(number, self.step_context(sequences), self.embed(token_ids))
+                for number, (token_ids, sequences) in enumerate(lanes)
+            ]
+            return self.advance(running, kv_cache, times)
 
     def advance(
         self, running: Sequence[Lane], kv_cache: Sequence[LayerCache], times: StepTimes
@@ -320,4 +321,5 @@ class CausalLM:
         Shapes:
             hidden: [T, H] from :meth:`forward`; result: [T, V] f32, on the CPU
         """
-        return self.runtime.to_cpu(self.head(hidden))
+        with self.runtime.active():
+            return self.runtime.to_cpu(self.head(hidden))

@@ -110,10 +110,11 @@ class MTPLayer:
         Raises:
             WorkerLostError: A worker went away, or did not answer in time; the step may be repeated.
         """
-        captured = self.model.captured
-        if captured is not None and captured.takes([(token_ids, sequences)]):
-            return captured.draft(self, hidden, token_ids, sequences, cache)
-        return self.advance(hidden, self.model.embed(token_ids), self.model.step_context(sequences), cache)
+        model, captured = self.model, self.model.captured
+        with model.runtime.active():
+            if captured is not None and captured.takes([(token_ids, sequences)]):
+                return captured.draft(self, hidden, token_ids, sequences, cache)
+            return self.advance(hidden, model.embed(token_ids), model.step_context(sequences), cache)
 
     def advance(
         self, hidden: torch.Tensor, embedded: torch.Tensor, step: Step, cache: LayerCache
