@@ -101,16 +101,21 @@ def main() -> None:
     original = Indexer.__call__
 
     def watched(
-        self: Indexer, x: torch.Tensor, q_latent: torch.Tensor, step: StepContext, cache: torch.Tensor
+        self: Indexer,
+        x: torch.Tensor,
+        k: torch.Tensor | None,
+        q_latent: torch.Tensor,
+        step: StepContext,
+        cache: torch.Tensor,
     ) -> object:
-        selection = original(self, x, q_latent, step, cache)
+        selection = original(self, x, k, q_latent, step, cache)
         first, keys = step.sequences[0].start, cache[: step.sequences[0].stop]
         visible = torch.arange(keys.shape[0]) <= torch.arange(first, keys.shape[0])[:, None]
-        q, k = queries(self, q_latent, step).double(), keys.double()
+        q, doubles = queries(self, q_latent, step).double(), keys.double()
         weights = self.head_weights(x).double()
 
         def select(change: Change) -> torch.Tensor:
-            scores = torch.einsum("th,ths->ts", weights, torch.relu(change(q) @ change(k).T))
+            scores = torch.einsum("th,ths->ts", weights, torch.relu(change(q) @ change(doubles).T))
             selection = select_topk(scores.masked_fill(~visible, -torch.inf), shape.topk)
             return selection[max(0, shape.topk - first) :]
 

@@ -207,7 +207,10 @@ class WideLayer:
         """What the last token of a context attends to."""
         if self.attention.indexer is None:
             return None
-        return self.attention.indexer(self.x[-1:], self.q_latent, self.step(context), self.cache[1])
+        x = self.x[-1:]
+        start = WIDE["q_lora_rank"]
+        k = self.attention.inputs(x)[:, start : start + WIDE["index_head_dim"]]
+        return self.attention.indexer(x, k, self.q_latent, self.step(context), self.cache[1])
 
     def attend(self, context: int, selection: npt.NDArray[np.int32] | None) -> npt.NDArray[np.float32]:
         """The attention to it."""

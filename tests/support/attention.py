@@ -57,10 +57,15 @@ def watch_selections(patch: pytest.MonkeyPatch, watch: WatchSelection) -> None:
         return choose(self, *args)
 
     def watched(
-        self: Indexer, x: torch.Tensor, q_latent: torch.Tensor, step: StepContext, cache: torch.Tensor
+        self: Indexer,
+        x: torch.Tensor,
+        k: torch.Tensor | None,
+        q_latent: torch.Tensor,
+        step: StepContext,
+        cache: torch.Tensor,
     ) -> Any:
         asked.clear()
-        selection = select(self, x, q_latent, step, cache)
+        selection = select(self, x, k, q_latent, step, cache)
         scores = index_scores(self, x, q_latent, step, cache) if asked else None
         watch(self, step, x, scores, selection)
         return selection

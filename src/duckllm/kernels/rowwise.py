@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
+from duckllm.kernels.fp8_linear import can_start_early
 from duckllm.kernels.half_rows import (
     MAX_GROUPED_ROWS,
     SCALE_BLOCK,
@@ -31,9 +33,11 @@ _SCALE_WIDTH = 1024
 def _rms_norm(  # type: ignore[no-untyped-def]
     x_ptr, delta_ptr, weight_ptr, sum_ptr, y_ptr, values_ptr, factors_ptr,
     width, x_stride, delta_stride, padded_rows, eps,
-    ADD: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
+    ADD: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BLOCKS blocks of a row; the sum is over the whole row, WIDTH being as wide at least."""
+    if EARLY:  # the linear layer behind may ask for its weights now
+        gdc_launch_dependents()
     row, first = tl.program_id(0), tl.program_id(1) * BLOCKS
     wide_row = row.to(tl.int64)
     x_row, delta_row = x_ptr + wide_row * x_stride, delta_ptr + wide_row * delta_stride
@@ -67,6 +71,7 @@ def _normalize(
         x, x if delta is None else delta, weight, y if total is None else total, y, half.values, half.factors,
         width, x.stride(0), 0 if delta is None else delta.stride(0), half.values.shape[0], eps,
         ADD=delta is not None, WIDTH=blocks * SCALE_BLOCK, BLOCKS=piece,
+        EARLY=can_start_early(x.device.index or 0),
         num_warps=min(16, max(1, blocks // 4)),
     )  # fmt: skip
     return Activations(y, half)
@@ -98,8 +103,11 @@ def add_rms_norm(
 
 @triton.jit
 def _silu_mul(  # type: ignore[no-untyped-def]
-    gate_up_ptr, y_ptr, values_ptr, factors_ptr, width, gate_up_stride, padded_rows, BLOCKS: tl.constexpr
+    gate_up_ptr, y_ptr, values_ptr, factors_ptr, width, gate_up_stride, padded_rows,
+    BLOCKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
     row, first = tl.program_id(0), tl.program_id(1) * BLOCKS
     wide_row = row.to(tl.int64)
     k = (first + tl.arange(0, BLOCKS))[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -125,7 +133,7 @@ def silu_mul(gate_up: torch.Tensor) -> Activations:
     half = empty_half_rows(num_rows, width, gate_up.device)
     _silu_mul[(num_rows, triton.cdiv(width, SCALE_BLOCK * _SILU_BLOCKS))](
         gate_up, y, half.values, half.factors, width, gate_up.stride(0), half.values.shape[0],
-        BLOCKS=_SILU_BLOCKS, num_warps=4,
+        BLOCKS=_SILU_BLOCKS, EARLY=can_start_early(gate_up.device.index or 0), num_warps=4,
     )  # fmt: skip
     return Activations(y, half)
 

@@ -218,7 +218,7 @@ class CpuRuntime:
         cache: torch.Tensor,
     ) -> None:
         weight, bias, eps = norm
-        k = torch.from_numpy(_native.layer_norm(k.numpy(), weight, bias, eps))
+        k = torch.from_numpy(_native.layer_norm(k.contiguous().numpy(), weight, bias, eps))
         rotate(k[:, :rope_dim], step.cos, step.sin, k[:, :rope_dim])
         self.attention.store(step.native, k.numpy(), cache.numpy())
 

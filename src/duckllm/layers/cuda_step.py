@@ -57,14 +57,15 @@ def small_pages(sequence: SequenceStep) -> npt.NDArray[np.int32]:
     Raises:
         ValueError: A page begins where none of 16 tokens does.
     """
+    needed = -(-sequence.stop // PAGE_TOKENS)
     if sequence.page_tokens == PAGE_TOKENS:
-        return sequence.pages
+        return sequence.pages[:needed]
     starts = sequence.pages.astype(np.int64) * sequence.page_tokens
     if (starts % PAGE_TOKENS).any() or (len(starts) > 1 and sequence.page_tokens % PAGE_TOKENS):
         raise ValueError(f"page_tokens: got {sequence.page_tokens}, expected a multiple of {PAGE_TOKENS}")
     parts = np.arange(-(-sequence.page_tokens // PAGE_TOKENS))
     small = (starts[:, None] // PAGE_TOKENS + parts).reshape(-1)
-    return small[: -(-sequence.stop // PAGE_TOKENS)].astype(np.int32)
+    return small[:needed].astype(np.int32)
 
 
 def new_rows(sequences: Sequence[SequenceStep], cos: torch.Tensor, sin: torch.Tensor) -> StepRows:

@@ -61,6 +61,7 @@ class Indexer:
         rope_dim: int,
         shape: IndexerShape,
         runtime: Runtime,
+        has_key_product: bool = True,
     ) -> None:
         self.shape, self.rope_dim, self.runtime = shape, rope_dim, runtime
         num_heads, head_dim = shape.num_heads, shape.head_dim
@@ -68,7 +69,9 @@ class Indexer:
         self.query = Linear.load(
             tensors, f"{prefix}.wq_b", num_heads * head_dim, q_lora_rank, runtime=runtime
         )
-        self.key = Linear.load(tensors, f"{prefix}.wk", head_dim, hidden_size, runtime=runtime)
+        self.key: Linear | None = None  # where keys are not part of another product
+        if has_key_product:
+            self.key = Linear.load(tensors, f"{prefix}.wk", head_dim, hidden_size, runtime=runtime)
         self.key_norm = LayerNorm(tensors, f"{prefix}.k_norm", head_dim, KEY_NORM_EPS, runtime)
         # Both constant factors of the score are positive, so they pass through the ReLU into the weights.
         self.head_weights = Linear.load(
@@ -80,17 +83,23 @@ class Indexer:
             factor=num_heads**-0.5 * head_dim**-0.5,
         )
 
-    def __call__(self, x: Rows, q_latent: Rows, step: Step, cache: torch.Tensor) -> Selection | None:
+    def __call__(
+        self, x: Rows, k: torch.Tensor | None, q_latent: Rows, step: Step, cache: torch.Tensor
+    ) -> Selection | None:
         """The positions that each of these tokens attends to, whose index keys are added to the cache.
 
         None while no context is longer than ``topk``, so that each attends to all it has.
 
         Shapes:
-            x: [T, H]; q_latent: [T, q_lora_rank]; cache: [max_tokens, D]
+            x: [T, H]; k: their products with ``wk`` [T, D], None where :attr:`key` computes them;
+            q_latent: [T, q_lora_rank]; cache: [max_tokens, D]
         """
         norm = self.key_norm
+        if k is None:
+            assert self.key is not None
+            k = self.key(x)
         self.runtime.store_index_keys(
-            self.key(x), (norm.weight, norm.bias, norm.eps), self.rope_dim, self.rotate, step, cache
+            k, (norm.weight, norm.bias, norm.eps), self.rope_dim, self.rotate, step, cache
         )
         if step.longest <= self.shape.topk:
             return None

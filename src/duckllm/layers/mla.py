@@ -91,12 +91,31 @@ class MLAttention:
         latent_dim = s.kv_lora_rank + s.qk_rope_head_dim
         bias = s.attention_bias
         self.rotate = rotate_interleaved if s.rope_interleave else rotate_half_split
-        # One product for all that is made of the input: small ones cost more to start than to compute.
-        names = ("kv_a_proj_with_mqa",) if s.q_lora_rank is None else ("q_a_proj", "kv_a_proj_with_mqa")
+        self.indexer: Indexer | None = None
+        if s.indexer is not None and not s.indexer.is_shared:
+            assert s.q_lora_rank is not None
+            self.indexer = Indexer(
+                tensors,
+                f"{prefix}.indexer",
+                hidden_size=s.hidden_size,
+                q_lora_rank=s.q_lora_rank,
+                rope_dim=s.qk_rope_head_dim,
+                shape=s.indexer,
+                runtime=runtime,
+                # Biases are those of the projections that it would be computed with.
+                has_key_product=bias,
+            )
+        # One product for all that is made of the input: small ones cost more to start than to compute. The
+        # part whose size no block of scales divides is the last.
+        parts = {"kv_a_proj_with_mqa": latent_dim}
+        if self.indexer is not None and self.indexer.key is None:
+            parts = {"indexer.wk": self.indexer.shape.head_dim} | parts
+        if s.q_lora_rank is not None:
+            parts = {"q_a_proj": s.q_lora_rank} | parts
         self.inputs = Linear.load_joined(
             tensors,
-            [f"{prefix}.{name}" for name in names],
-            (latent_dim,) if s.q_lora_rank is None else (s.q_lora_rank, latent_dim),
+            [f"{prefix}.{name}" for name in parts],
+            tuple(parts.values()),
             s.hidden_size,
             bias,
             runtime=runtime,
@@ -129,18 +148,6 @@ class MLAttention:
         self.key_up, self.value_up = runtime.key_value_up(
             tensors, f"{prefix}.kv_b_proj", s.num_heads, s.qk_nope_head_dim, s.v_head_dim, s.kv_lora_rank
         )
-        self.indexer: Indexer | None = None
-        if s.indexer is not None and not s.indexer.is_shared:
-            assert s.q_lora_rank is not None
-            self.indexer = Indexer(
-                tensors,
-                f"{prefix}.indexer",
-                hidden_size=s.hidden_size,
-                q_lora_rank=s.q_lora_rank,
-                rope_dim=s.qk_rope_head_dim,
-                shape=s.indexer,
-                runtime=runtime,
-            )
 
     def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
         """Attention's output for the step's tokens, which are added to the cache.
@@ -151,12 +158,14 @@ class MLAttention:
         """
         s, runtime = self.shape, self.runtime
         made = self.inputs(x)
-        kv = made if s.q_lora_rank is None else made[:, s.q_lora_rank :]
+        latent_dim = s.kv_lora_rank + s.qk_rope_head_dim
+        kv = made[:, made.shape[1] - latent_dim :]
         runtime.store_latents(kv, self.kv_a_norm.weight, self.kv_a_norm.eps, self.rotate, step, cache[0])
         q_latent = x if self.q_a_norm is None else self.q_a_norm(made[:, : s.q_lora_rank])
         q = runtime.absorb(self.q_b(q_latent), self.key_up, self.rotate, step, cache[0])
         if self.indexer is not None:
-            step.selection = self.indexer(x, q_latent, step, cache[1])
+            k = None if self.indexer.key is not None else made[:, s.q_lora_rank : -latent_dim]
+            step.selection = self.indexer(x, k, q_latent, step, cache[1])
         selection = step.selection if s.indexer else None
         context = runtime.attend_latents(q, cache[0], step, 1.0, s.kv_lora_rank, selection)
         return self.o(runtime.raise_values(context, self.value_up))
