@@ -23,9 +23,9 @@ from duckllm.kernels.step_rows import PAGE_TOKENS, StepRows
 
 # A part is 64 tokens at least; 64 parts of two tiles of heads fill the largest cards.
 MAX_PARTS = 64
-# Heads and tokens of a tile, tiles of tokens on their way at a time, and warps. Where tokens are few, half the
-# heads a tile give twice the programs: on an H200, 2048 selected tokens take 19.6 us instead of 23.0, but all
-# of 8192 take 36.9 instead of 25.1.
+# Heads and tokens of a tile, tiles of tokens on their way at a time, and warps. Where tokens are few, half
+# the heads a tile give twice the programs: on an H200, 2048 selected tokens take 19.6 us instead of 23.0, but
+# all of 8192 take 36.9 instead of 25.1.
 _LARGE_TILE, _SELECTED_TILE, _SMALL_TILE = (64, 64, 2, 8), (32, 64, 2, 8), (16, 32, 1, 4)
 _LOG2_E = 1.4426950408889634
 
