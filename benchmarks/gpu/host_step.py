@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from fp8_linear import copy_bytes_per_us
-from random_host import random_model, weight_bytes
+from random_host import host_model, weight_bytes
 
 from duckllm.bench.machine import commit
 from duckllm.layers.step import SequenceStep
@@ -98,7 +98,7 @@ def main() -> None:
     bandwidth = copy_bytes_per_us()
     torch.cuda.empty_cache()
     start = time.perf_counter()
-    model = random_model(CONFIGS / arguments.model, max(arguments.context) + PAGE)
+    model = host_model(CONFIGS / arguments.model, max(arguments.context) + PAGE)
     num_bytes = weight_bytes(model)
     card = torch.cuda.get_device_name()
     floor_us = num_bytes / bandwidth
