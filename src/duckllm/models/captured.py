@@ -3,7 +3,7 @@
 Used by :mod:`duckllm.models.causal_lm` and :mod:`duckllm.models.mtp` for steps of few rows. What differs from
 step to step of one shape, that is tokens, positions and pages, lies in memory of fixed addresses, which a
 graph's first node copies to the device; experts are asked for and waited for inside the graph
-(:mod:`duckllm.moe.device_experts`). A shape is captured when it comes for the first time.
+(:mod:`duckllm.moe.device_experts`). A shape is captured when it comes for the second time.
 """
 
 from __future__ import annotations
@@ -53,11 +53,21 @@ class CapturedSteps:
         indexers = [shape.indexer for shape in model.config.attention if isinstance(shape, MLAShape)]
         self._topk = min((each.topk for each in indexers if each is not None), default=None)
         self._graphs: dict[tuple[object, ...], _Graph] = {}
+        self._seen: set[tuple[object, ...]] = set()
         self._pool: Any = None  # memory that all graphs share, as one runs at a time
 
-    def takes(self, lanes: Sequence[LaneInput]) -> bool:
-        """Whether a step of these lanes is one to be captured."""
-        return all(0 < len(token_ids) <= MAX_GROUPED_ROWS for token_ids, _ in lanes)
+    def takes(self, lanes: Sequence[LaneInput], what: str = "forward") -> bool:
+        """Whether a step of these lanes is one for a graph: of few rows, and not the first of its shape.
+
+        A prompt's length may never come again, and capturing costs several times what the step does.
+        """
+        if not all(0 < len(token_ids) <= MAX_GROUPED_ROWS for token_ids, _ in lanes):
+            return False
+        shape = (what, *(_padded(len(token_ids)) for token_ids, _ in lanes))
+        if shape in self._seen:
+            return True
+        self._seen.add(shape)
+        return False
 
     def forward(self, lanes: Sequence[LaneInput], kv_cache: Sequence[LayerCache]) -> torch.Tensor:
         """As :meth:`CausalLM.forward_lanes`."""

@@ -112,7 +112,7 @@ class MTPLayer:
         """
         model, captured = self.model, self.model.captured
         with model.runtime.active():
-            if captured is not None and captured.takes([(token_ids, sequences)]):
+            if captured is not None and captured.takes([(token_ids, sequences)], "draft"):
                 return captured.draft(self, hidden, token_ids, sequences, cache)
             return self.advance(hidden, model.embed(token_ids), model.step_context(sequences), cache)
 
