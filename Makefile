@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: help demo test check check-native format clean
+.PHONY: help demo test check check-native check-gpu format clean
 
 help: ## list these commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -23,6 +23,9 @@ check: $(VENV)/.dev ## style and types: ruff, mypy, clang-format
 
 check-native: $(VENV)/.dev ## the native tests under sanitizers
 	@scripts/check-native
+
+check-gpu: $(VENV)/.dev ## the tests that need an NVIDIA GPU
+	@scripts/check-gpu
 
 format: $(VENV)/.dev ## rewrite the sources in the project's style
 	@$(BIN)/ruff check --fix && $(BIN)/ruff format
