@@ -407,6 +407,7 @@ class LLM:
                 tuple(request.completion() for request in replies),
                 True,
                 replies[0].metrics(replies[1:]),
+                replies[0].prompt_logprobs,
             )
             for prompt, replies in zip(texts, groups, strict=True)
         ]

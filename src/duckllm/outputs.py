@@ -23,6 +23,11 @@ class Logprob:
     decoded_token: str | None
 
 
+# Of each token of a prompt: its log probability and those of the likeliest tokens by id, as of a reply's
+# tokens. The first one has none.
+PromptLogprobs = tuple[dict[int, Logprob] | None, ...]
+
+
 @dataclass(frozen=True)
 class CachedTokens:
     """Tokens of a prompt that were not computed because they were in the KV cache, by where they lay.
@@ -244,6 +249,8 @@ class RequestOutput:
         outputs: The replies, by their index.
         finished: Whether they are complete; always True.
         metrics: Counts and times.
+        prompt_logprobs: For each token of the prompt what :class:`CompletionOutput` has for one of a reply,
+            and None for the first, which nothing goes before; None without ``prompt_logprobs``.
     """
 
     request_id: str
@@ -252,6 +259,7 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     finished: bool
     metrics: RequestMetrics
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def num_cached_tokens(self) -> int:
@@ -274,6 +282,7 @@ class StreamOutput:
         logprobs: For each new token, as in :class:`CompletionOutput`.
         stop_reason: As in :class:`CompletionOutput`.
         inter_token_s: Time since the reply's token before, seconds; None of the first one.
+        prompt_logprobs: As in :class:`RequestOutput`, with the first token of the first reply; else None.
     """
 
     request_id: str
@@ -285,3 +294,4 @@ class StreamOutput:
     logprobs: tuple[dict[int, Logprob], ...] | None = None
     stop_reason: str | int | None = None
     inter_token_s: float | None = None
+    prompt_logprobs: PromptLogprobs | None = None

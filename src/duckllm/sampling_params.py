@@ -180,6 +180,8 @@ class SamplingParams:
         logprobs: For each token of the reply its log probability and those of so many likeliest tokens,
             0 to 20; None for none. They are the model's own, before bias, penalties and temperature
             (vLLM's ``raw_logprobs``).
+        prompt_logprobs: The same for each token of the prompt but the first, which nothing goes before; None
+            for none. The whole prompt is computed for them, whatever of it is in the KV cache.
         n: Number of replies to the prompt, up to 16384; more than one needs a temperature above 0. Reply i is
             the one that a seed of ``seed + i`` gives alone.
         skip_special_tokens: The text has no special tokens.
@@ -216,6 +218,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = field(default=None, hash=False)
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     n: int = 1
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
@@ -236,9 +239,10 @@ class SamplingParams:
         most = MOST if self.max_tokens is None else self.max_tokens
         shown = f"{most}" if self.max_tokens is None else f"max_tokens={most}"
         self._require_int("min_tokens", f"an integer from 0 to {shown}", lambda v: 0 <= v <= most)
-        if self.logprobs is not None:
-            expected = f"an integer from 0 to {MAX_LOGPROBS}, or None"
-            self._require_int("logprobs", expected, lambda v: 0 <= v <= MAX_LOGPROBS)
+        expected = f"an integer from 0 to {MAX_LOGPROBS}, or None"
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._require_int(name, expected, lambda v: 0 <= v <= MAX_LOGPROBS)
         self._require_int("n", f"an integer from 1 to {MAX_N}", lambda v: 1 <= v <= MAX_N)
         if self.n > 1 and self.greedy:
             raise ConfigError(

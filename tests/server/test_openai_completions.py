@@ -52,6 +52,81 @@ def test_echo_begins_with_the_prompt(server: ServerProcess) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == PROMPT + text
 
 
+def test_an_echo_has_log_probabilities(server: ServerProcess) -> None:
+    """Those of a reply that is sent back as a prompt are those that it had: no token lost, none moved."""
+    prompt = "<|bos|><|user|>What is a duck?<|assistant|>"
+    alone = complete(server, prompt, logprobs=2, max_tokens=5).choices[0]
+    given = complete(server, prompt + alone.text, logprobs=2, max_tokens=2, echo=True).choices[0]
+    found, of_reply = given.logprobs, alone.logprobs
+    assert given.text.startswith(prompt + alone.text)
+    assert [len(values) for values in found.model_dump().values()] == [len(found.tokens)] * 4
+    assert (found.token_logprobs[0], found.top_logprobs[0]) == (None, None)
+    assert found.tokens[:2] == ["<|bos|>", "<|user|>"]
+    assert found.tokens[-7:-2] == of_reply.tokens
+    assert found.token_logprobs[-7:-2] == of_reply.token_logprobs
+    assert found.top_logprobs[-7:-2] == of_reply.top_logprobs
+    assert found.text_offset[:3] == [0, len("<|bos|>"), len("<|bos|><|user|>")]
+    assert found.text_offset[-7:-2] == [len(prompt) + offset for offset in of_reply.text_offset]
+    assert given.text[found.text_offset[-1] :] == found.tokens[-1]
+
+
+def test_offsets_of_an_echo_are_places_in_its_text(server: ServerProcess) -> None:
+    """A BOS that the server puts in front is a token and no text; bytes are where their character begins."""
+    choice = complete(server, "a düßck is", logprobs=0, echo=True, max_tokens=0).choices[0]
+    assert choice.text == "a düßck is"
+    assert choice.logprobs.tokens[:3] == ["<|bos|>", "a", " d"]
+    assert choice.logprobs.tokens[-2:] == ["ck", " is"]
+    assert choice.logprobs.text_offset == [0, 0, 1, 3, 3, 4, 4, 5, 7]
+    tokens = server.http.post("/tokenize", json={"prompt": "<|user|>a ü"}).json()["tokens"]
+    choice = complete(server, tokens, logprobs=0, echo=True, max_tokens=0).choices[0]
+    assert choice.text == "a ü"  # as echoed without logprobs: control tokens are no text
+    assert choice.logprobs.text_offset == [0, 0, 0, 1, 2, 2]
+
+
+def test_an_end_token_is_told_behind_an_echo(server: ServerProcess) -> None:
+    """Clients that count from behind, as lm-evaluation-harness, expect each token that was computed."""
+    prompt = "<|bos|><|user|>What is a duck?<|assistant|>"
+    reply = complete(server, prompt, max_tokens=100).choices[0].text
+    choice = complete(server, prompt + reply, echo=True, logprobs=1, max_tokens=1).choices[0]
+    assert choice.finish_reason == "stop"
+    assert choice.text == prompt + reply
+    assert choice.logprobs.tokens[-1] == "<|eos|>"
+    assert choice.logprobs.text_offset[-1] == len(choice.text)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_alone(server: ServerProcess, stream: bool) -> None:
+    """``max_tokens`` of 0 with ``echo``: no token of a reply is shown or counted."""
+    options = {"echo": True, "logprobs": 1, "max_tokens": 0}
+    if stream:
+        *chunks, last = complete(server, stream=True, stream_options={"include_usage": True}, **options)
+        [first, end] = [chunk.choices[0] for chunk in chunks]
+        assert (end.text, end.logprobs.tokens, end.finish_reason) == ("", [], "length")
+        text, logprobs, usage = first.text, first.logprobs, last.usage
+    else:
+        reply = complete(server, **options)
+        [choice], usage = reply.choices, reply.usage
+        assert choice.finish_reason == "length"
+        text, logprobs = choice.text, choice.logprobs
+    assert text == PROMPT
+    assert "".join(logprobs.tokens) == "<|bos|>" + PROMPT
+    assert (usage.completion_tokens, usage.prompt_tokens) == (0, len(logprobs.tokens))
+    assert complete(server, echo=True, max_tokens=0).choices[0].logprobs is None
+
+
+def test_each_of_several_replies_has_the_prompt(server: ServerProcess) -> None:
+    options = {"echo": True, "logprobs": 1, "temperature": 1, "seed": 4}
+    alone = [complete(server, each, **options).choices[0] for each in (PROMPT, "Is 7 prime?")]
+    for more in ({"n": 2}, {"n": 2, "best_of": 3}):
+        found = complete(server, [PROMPT, "Is 7 prime?"], **options, **more).choices
+        assert [choice.index for choice in found] == [0, 1, 2, 3]
+        for choice, expected in zip(found, (alone[0], alone[0], alone[1], alone[1]), strict=True):
+            own = len(expected.logprobs.tokens) - 6
+            assert choice.logprobs.token_logprobs[:own] == expected.logprobs.token_logprobs[:own]
+            assert choice.logprobs.text_offset[:own] == expected.logprobs.text_offset[:own]
+            assert len(choice.logprobs.tokens) > own
+
+
 def test_logprobs_have_the_old_form(server: ServerProcess) -> None:
     logprobs = complete(server, logprobs=2, max_tokens=4).choices[0].logprobs
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == 4
@@ -78,9 +153,10 @@ def test_best_of_chooses_the_likeliest(server: ServerProcess) -> None:
     assert [choice.index for choice in reply.choices] == [0, 1]
 
 
+@pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("prompt", [PROMPT, [PROMPT, "Is 7 prime?"]])
-def test_a_stream_is_its_whole_reply(server: ServerProcess, prompt: Any) -> None:
-    options = {"n": 2, "temperature": 1, "seed": 2, "logprobs": 1, "max_tokens": 12}
+def test_a_stream_is_its_whole_reply(server: ServerProcess, prompt: Any, echo: bool) -> None:
+    options = {"n": 2, "temperature": 1, "seed": 2, "logprobs": 1, "max_tokens": 12, "echo": echo}
     whole = complete(server, prompt, **options)
     texts = [""] * len(whole.choices)
     tokens: list[list[str]] = [[] for _ in texts]
@@ -106,7 +182,12 @@ def test_a_stream_is_its_whole_reply(server: ServerProcess, prompt: Any) -> None
     ("options", "param", "message"),
     [
         ({"suffix": "x"}, "suffix", "suffix: got 'x', expected None"),
-        ({"echo": True, "logprobs": 1}, "echo", "echo: got True, expected false with logprobs"),
+        ({"echo": True, "logprobs": 21}, "logprobs", "logprobs: got 21, expected"),
+        (
+            {"echo": True, "logprobs": 20, "prompt": [[5] * 2100] * 12},
+            "logprobs",
+            "logprobs: got 21 for each token of the prompts, 529200 in all, expected at most 524288 with echo",
+        ),
         ({"n": 2, "best_of": 1}, "best_of", "best_of: got 1, expected at least n=2"),
         ({"best_of": 2, "stream": True}, "best_of", "best_of: got 2, expected n=1 in a stream"),
         ({"prompt": []}, "prompt", "prompt: got [], expected"),
@@ -116,6 +197,7 @@ def test_a_stream_is_its_whole_reply(server: ServerProcess, prompt: Any) -> None
         ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias: got 'x', expected token ids as keys"),
         ({"logit_bias": {"7": 1, "07": 2}}, "logit_bias", "logit_bias: got '07', expected token ids as keys"),
         ({"logit_bias": {"99999": 1}}, "logit_bias", "logit_bias: got 99999, expected token ids from 0 to"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens", "max_tokens: got -1, expected an integer from 1"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens: got 0, expected an integer from 1"),
     ],
 )

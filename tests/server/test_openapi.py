@@ -24,6 +24,7 @@ TIMEOUT_S = 60.0
 OPERATIONS = [
     *("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses"),
     *("POST /v1/messages", "POST /v1/messages/count_tokens", "POST /tokenize", "POST /detokenize"),
+    "GET /tokenizer_info",
     *("GET /v1/models", "GET /v1/models/{name}", "GET /cluster", "GET /metrics", "GET /health"),
     "POST /v1/embeddings",
 ]

@@ -91,7 +91,7 @@ def completion_body(rng: random.Random) -> Json:
     body = {"prompt": rng.choice(prompts), **sampling(rng)}
     if rng.random() < 0.4:
         body["logprobs"] = rng.randint(0, 3)
-    elif rng.random() < 0.3:
+    if rng.random() < 0.3:
         body["echo"] = True
     return body
 

@@ -53,6 +53,13 @@ def test_tokens_become_their_text_again(server: ServerProcess) -> None:
     assert post(server, "/detokenize", model="demo", tokens=[])["prompt"] == ""
 
 
+def test_what_the_tokenizer_is(server: ServerProcess) -> None:
+    found = server.http.get("/tokenizer_info").json()
+    assert (found["bos_token"], found["eos_token"], found["unk_token"]) == ("<|bos|>", "<|eos|>", None)
+    assert found["chat_template"].startswith("{{ bos_token }}{% for m in messages %}")
+    assert post(server, "/tokenize", prompt=found["bos_token"], add_special_tokens=False)["tokens"] == [BOS]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [

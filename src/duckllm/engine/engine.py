@@ -29,6 +29,9 @@ from duckllm.sampling_params import SamplingParams
 from duckllm.text import Tokenizer
 from duckllm.text.grammar import GrammarTable
 
+# Rows whose logits are in memory at once for a prompt's log probabilities: 33 MB of 129280 tokens.
+_LOGPROB_ROWS = 64
+
 
 @dataclass(frozen=True)
 class Drafting:
@@ -281,6 +284,8 @@ class Engine:
     def _sample(self, step: Sequence[Scheduled], hidden: torch.Tensor, watch: StepWatch) -> list[Computed]:
         """Takes replies on where all their tokens are computed; what was computed of each request."""
         firsts = list(accumulate((len(each.token_ids) for each in step), initial=0))
+        for each, first in zip(step, firsts, strict=False):
+            self._note_prompt(each, hidden[first : first + each.stop - each.start])
         # The last token's logits and those of each guess behind it.
         rows = [
             range(last - len(each.drafts) - 1, last) if each.ends else range(0)
@@ -301,6 +306,20 @@ class Engine:
             computed.append(Computed(request, each.table, each.start, hidden[first : first + num_rows]))
         watch.times.lap("sampling_s")
         return computed
+
+    def _note_prompt(self, each: Scheduled, hidden: torch.Tensor) -> None:
+        """Log probabilities of the prompt's tokens behind those that were computed, where they are asked for.
+
+        Shapes:
+            hidden: [n, H], of tokens [start, stop) of the request
+        """
+        request = each.request
+        rows = request.logprob_rows(each.start, each.stop)
+        self._growing = (request, len(request.token_ids)) if rows else None
+        for first in range(rows.start, rows.stop, _LOGPROB_ROWS):
+            part = hidden[first - each.start : min(first + _LOGPROB_ROWS, rows.stop) - each.start]
+            request.add_prompt_logprobs(self.model.compute_logits(part))
+        self._growing = None
 
     def _num_ready(self, request: Request) -> int:
         return request.num_computed_tokens if self.drafter is None else self.drafter.num_ready(request)

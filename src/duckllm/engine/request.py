@@ -10,12 +10,13 @@ from itertools import pairwise
 import torch
 
 from duckllm.engine.logprobs import token_logprobs
-from duckllm.engine.sampler import Sampler
+from duckllm.engine.sampler import Sampler, check_logits
 from duckllm.errors import ConfigError, PromptTooLongError, RequestError, show_value
 from duckllm.outputs import (
     CachedTokens,
     CompletionOutput,
     Logprob,
+    PromptLogprobs,
     RequestMetrics,
     StreamOutput,
     percentile,
@@ -102,6 +103,9 @@ class Request:
         self._reply_text = None if tokenizer is None else ReplyText(tokenizer, params)
         self._texts: list[str] = []  # what each token of the reply lets be shown
         self._logprobs: list[dict[int, Logprob]] = []
+        # The replies to a prompt have it in common: the first one gives what is asked of it.
+        asks_of_prompt = params.prompt_logprobs is not None and index == 0
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if asks_of_prompt else None
         self._start_s = 0.0
         self._token_times_s: list[float] = []
 
@@ -119,6 +123,43 @@ class Request:
     def num_output_tokens(self) -> int:
         """How many tokens the reply has so far."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Of each token of the prompt, as far as it is computed; None where nobody asks for them."""
+        return None if self._prompt_logprobs is None else tuple(self._prompt_logprobs)
+
+    @property
+    def most_cached_tokens(self) -> int:
+        """How many of the first tokens need not be computed where they are in a cache.
+
+        What follows a token is known from its own row alone, so that rows that log probabilities are made of
+        have to be computed.
+        """
+        missing = self.logprob_rows(0, self.num_prompt_tokens)
+        return missing.start if missing else len(self.token_ids)
+
+    def logprob_rows(self, start: int, stop: int) -> range:
+        """The positions in [start, stop) whose logits :meth:`add_prompt_logprobs` waits for."""
+        if self._prompt_logprobs is None:
+            return range(0)
+        return range(max(start, len(self._prompt_logprobs) - 1), min(stop, self.num_prompt_tokens - 1))
+
+    def add_prompt_logprobs(self, logits: torch.Tensor) -> None:
+        """Notes the log probabilities of the prompt's next tokens.
+
+        Shapes:
+            logits: [n, V] f32, at the first n of :meth:`logprob_rows`; not changed
+
+        Raises:
+            ModelError: The logits are broken.
+        """
+        found, num_top = self._prompt_logprobs, self.params.prompt_logprobs
+        assert found is not None
+        assert num_top is not None
+        for row in logits:
+            check_logits(row)
+            found.append(self._logprobs_at(row, self.token_ids[len(found)], num_top))
 
     def start_clock(self) -> None:
         """Times count from now."""
@@ -257,6 +298,7 @@ class Request:
             None if self.params.logprobs is None else (self._logprobs[number],),
             self.stop_reason if is_last else None,
             times_s[number] - times_s[number - 1] if number else None,
+            None if number else self.prompt_logprobs,
         )
 
     def completion(self) -> CompletionOutput:

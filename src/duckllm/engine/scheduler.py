@@ -202,6 +202,8 @@ class Scheduler:
 
     def _follow(self, request: Request, table: PageTable) -> bool:
         """Whether another one is about to compute the next page of this one, which had better wait for it."""
+        if request.most_cached_tokens < request.num_prompt_tokens:
+            return False  # it could take over nothing
         found = len(table.pages)
         for other, others_table in self._running.items():
             if others_table.hashes[:found][-1:] != table.hashes[-1:]:
@@ -229,7 +231,8 @@ class Scheduler:
         elif request in self._passed:
             return None
         else:
-            table, _ = self.kv_cache.open(request.token_ids)
+            # One token more than may come from the cache: the last one that is named is left to compute.
+            table, _ = self.kv_cache.open(request.token_ids[: request.most_cached_tokens + 1])
             if table.coming and self._fetching is not None:
                 table.coming.clear()  # it is not the one that is read for
                 self.kv_cache.close(table)

@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from duckllm.errors import ConfigError, OverloadedError, PromptTooLongError, UnavailableError
+from duckllm.errors import ConfigError, InWords, OverloadedError, PromptTooLongError, UnavailableError
 from duckllm.outputs import Logprob, RequestMetrics, StreamOutput
 from duckllm.sampling_params import SamplingParams
 from duckllm.server.engine_thread import EngineThread, ReplyStream
+from duckllm.server.limits import MAX_PROMPT_LOGPROBS
 from duckllm.text.chat import (
     ChatMessage,
     ChatOptions,
@@ -227,6 +228,7 @@ class ChatService:
             return [encode(each) if isinstance(each, str) else each for each in prompts]
 
         def make(token_ids: Sequence[Sequence[int]]) -> list[list[Request]]:
+            _check_prompt_logprobs(token_ids, params)
             return [self.llm.new_requests(each, params) for each in token_ids]
 
         with self._room_for(len(prompts) * params.n):
@@ -284,6 +286,17 @@ class ChatService:
             yield
         finally:
             self._num_beginning -= num_replies
+
+
+def _check_prompt_logprobs(token_ids: Sequence[Sequence[int]], params: SamplingParams) -> None:
+    """Refuses log probabilities of prompts that would be too many to hold."""
+    if params.prompt_logprobs is None:
+        return
+    a_token = params.prompt_logprobs + 1
+    number = a_token * sum(map(len, token_ids))
+    if number > MAX_PROMPT_LOGPROBS:
+        got = InWords(f"{a_token} for each token of the prompts, {number} in all")
+        raise ConfigError("logprobs", got, f"at most {MAX_PROMPT_LOGPROBS} with echo")
 
 
 def texts_of(messages: Sequence[ChatMessage], options: ChatOptions) -> list[str]:

@@ -33,6 +33,8 @@ MAX_GRAMMAR_BYTES = 64 << 10
 MAX_NODES = 100_000  # of a body's JSON, names and values together
 MAX_FIELDS = 100  # of one object whose fields are known
 MAX_PROMPT_TOKENS = 1 << 20  # of a prompt that is given as tokens
+# Of all prompts of a request together, a place's likeliest tokens counted: some 150 MB while they are held.
+MAX_PROMPT_LOGPROBS = 1 << 19
 # What is sent in chunks of few bytes costs as much for each as for a large one.
 MAX_SMALL_CHUNKS = 16_384
 _SMALL_CHUNK_BYTES = 64

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,13 +16,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from duckllm.errors import InWords
-from duckllm.outputs import Logprob, StreamOutput
+from duckllm.outputs import Logprob, PromptLogprobs, StreamOutput
 from duckllm.sampling_params import SamplingParams
 from duckllm.server.chat_service import ChatService
 from duckllm.server.engine_thread import ReplyStream
 from duckllm.server.errors import ApiError, refuse
 from duckllm.server.openai_models import ServedModel
-from duckllm.server.openai_replies import Tally, legacy_logprobs, new_id, without_end
+from duckllm.server.openai_replies import Tally, legacy_logprobs, new_id, prompt_logprobs, without_end
 from duckllm.server.openai_requests import check_model, to_sampling, to_structured_outputs
 from duckllm.server.openai_types import CompletionBody
 from duckllm.server.routing import new_router
@@ -54,8 +54,6 @@ def _check_together(body: CompletionBody) -> None:
     """Refuses fields that do not go together."""
     if body.stream_options is not None and not body.stream:
         raise refuse("stream_options", InWords("some"), "none without stream: true")
-    if body.echo and body.logprobs is not None:
-        raise refuse("echo", True, "false with logprobs: those of a prompt are not computed")
     n, best_of = body.n or 1, body.best_of
     if best_of is not None and best_of < n:
         raise refuse("best_of", best_of, f"at least n={n}")
@@ -70,7 +68,11 @@ def _sampling(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
         logprobs = 0  # by which they are chosen
     structure = to_structured_outputs(body.structured_outputs)
     most = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    params = to_sampling(body, defaults, max_tokens=most, n=best_of, logprobs=logprobs)
+    params = to_sampling(
+        body, defaults, max_tokens=1 if body.echo and most == 0 else most, n=best_of, logprobs=logprobs
+    )
+    if body.echo:
+        params = replace(params, prompt_logprobs=body.logprobs)
     return params if structure is None else replace(params, structured_outputs=structure)
 
 
@@ -92,6 +94,7 @@ class _Choice:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
     finish_reason: str | None = None
 
     @property
@@ -99,6 +102,15 @@ class _Choice:
         """By which the best ones are chosen."""
         own = [at[token_id].logprob for token_id, at in zip(self.token_ids, self.logprobs, strict=True)]
         return sum(own) / max(1, len(own))
+
+
+@dataclass(frozen=True)
+class _Echo:
+    """The prompt, before the reply of that index."""
+
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
 
 
 class _Reply:
@@ -113,6 +125,8 @@ class _Reply:
 
     def __init__(self, service: ChatService, model: str, fingerprint: str, body: CompletionBody) -> None:
         self._service, self._body, self._n = service, body, body.n or 1
+        # Nothing but the prompt is asked for; the token that is computed behind it is not shown.
+        self._is_prompt_alone = bool(body.echo) and body.max_tokens == 0
         self._common = {
             "id": new_id("cmpl-"),
             "object": "text_completion",
@@ -127,18 +141,19 @@ class _Reply:
         streams = await self._service.complete(_prompts(self._body), params)
         tallies = [Tally(len(stream.prompt_token_ids)) for stream in streams]
         try:
-            found = await asyncio.gather(*map(_collect, streams, tallies))
+            found = await asyncio.gather(*map(self._collect, streams, tallies))
         finally:
             _cancel(streams)
         choices: list[dict[str, Any]] = []
         for number, replies in enumerate(found):
+            replies_prompt = replies[0].prompt_logprobs
             if params.n > self._n:
                 replies = sorted(replies, key=lambda reply: reply.mean_logprob, reverse=True)[: self._n]
             for reply in replies:
-                text = self._echo(number, streams[number]) + reply.text
                 index = len(choices)
-                logprobs = self._logprobs(index, reply.token_ids, reply.logprobs)
-                choices.append(_choice(index, text, logprobs, reply.finish_reason))
+                echo, of_prompt = self._echo(index, number, streams[number], replies_prompt)
+                logprobs = _joined(of_prompt, self._logprobs(index, reply.token_ids, reply.logprobs))
+                choices.append(_choice(index, echo + reply.text, logprobs, reply.finish_reason))
         tally = Tally.of_all(tallies)
         return JSONResponse(
             {**self._common, "choices": choices, "usage": tally.usage(), "timings": tally.timings()}
@@ -150,11 +165,11 @@ class _Reply:
         more: dict[str, Any] = {"usage": None} if options is not None and options.include_usage else {}
         tallies = [Tally(len(stream.prompt_token_ids)) for stream in streams]
         num_open = len(streams) * self._n
-        if self._body.echo:
-            for index in range(num_open):
-                text = self._echo(index // self._n, streams[index // self._n])
-                yield data_event({**self._common, "choices": [_choice(index, text, None, None)], **more})
-        async for number, output in _as_they_come(streams):
+        async for number, output in self._behind_echoes(streams):
+            if isinstance(output, _Echo):
+                choice = _choice(output.index, output.text, output.logprobs, None)
+                yield data_event({**self._common, "choices": [choice], **more})
+                continue
             _check(output)
             tallies[number].add(output.index, output.metrics)
             num_open -= output.finish_reason is not None
@@ -171,12 +186,79 @@ class _Reply:
             yield data_event({**self._common, "choices": [], "usage": usage})
         yield DONE
 
-    def _echo(self, number: int, stream: ReplyStream) -> str:
-        """The prompt as text, where it is asked for."""
+    async def _behind_echoes(
+        self, streams: Sequence[ReplyStream]
+    ) -> AsyncIterator[tuple[int, StreamOutput | _Echo]]:
+        """The outputs of several streams, behind the prompts where these are asked for.
+
+        Prompts come at once, or with their log probabilities when these are there: with the first token of the
+        first reply. Another reply may be faster, where the cache has the prompt, and is kept until then.
+        """
+        num_streams, with_logprobs = len(streams), self._body.logprobs is not None
+        kept: dict[int, list[StreamOutput]] = {}
+
+        def echoes(number: int, logprobs: PromptLogprobs | None) -> Iterator[_Echo]:
+            for index in range(number * self._n, (number + 1) * self._n):
+                yield _Echo(index, *self._echo(index, number, streams[number], logprobs))
+
+        if self._body.echo:
+            if with_logprobs:
+                kept = {number: [] for number in range(num_streams)}
+            else:
+                for number in range(num_streams):
+                    for echo in echoes(number, None):
+                        yield number, echo
+        async for number, output in _as_they_come(streams):
+            shown = self._shown(output)
+            if number not in kept:
+                yield number, shown
+                continue
+            kept[number].append(shown)
+            if output.prompt_logprobs is not None:
+                for echo in echoes(number, output.prompt_logprobs):
+                    yield number, echo
+                for earlier in kept.pop(number):
+                    yield number, earlier
+
+    async def _collect(self, stream: ReplyStream, tally: Tally) -> list[_Choice]:
+        """The replies to one prompt, whole."""
+        choices = [_Choice() for _ in stream.requests]
+        async for output in stream:
+            shown = self._shown(output)
+            _check(shown)
+            tally.add(shown.index, shown.metrics)
+            choice = choices[shown.index]
+            choice.text += shown.text
+            choice.token_ids += shown.token_ids
+            choice.logprobs += shown.logprobs or ()
+            choice.prompt_logprobs = choice.prompt_logprobs or shown.prompt_logprobs
+            choice.finish_reason = shown.finish_reason
+        return choices
+
+    def _shown(self, output: StreamOutput) -> StreamOutput:
+        """An output as the client sees it: without a token that nobody asked for."""
+        if not self._is_prompt_alone:
+            return output
+        metrics = replace(output.metrics, num_generated_tokens=0)
+        logprobs = None if output.logprobs is None else ()
+        return replace(
+            output, text="", token_ids=(), logprobs=logprobs, metrics=metrics, finish_reason="length"
+        )
+
+    def _echo(
+        self, index: int, number: int, stream: ReplyStream, logprobs: PromptLogprobs | None
+    ) -> tuple[str, dict[str, Any] | None]:
+        """The prompt as text, where it is asked for, and its log probabilities, where these are."""
         if not self._body.echo:
-            return ""
-        prompt = _prompts(self._body)[number]
-        return prompt if isinstance(prompt, str) else self._service.tokenizer.decode(stream.prompt_token_ids)
+            return "", None
+        prompt, tokenizer = _prompts(self._body)[number], self._service.tokenizer
+        token_ids = stream.prompt_token_ids
+        text = prompt if isinstance(prompt, str) else tokenizer.decode(token_ids)
+        if logprobs is None or self._body.logprobs is None:
+            return text, None
+        found = prompt_logprobs(token_ids, logprobs, self._body.logprobs, text, tokenizer)
+        self._offsets[index] = len(text)
+        return text, found
 
     def _logprobs(
         self, index: int, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]]
@@ -184,7 +266,9 @@ class _Reply:
         if self._body.logprobs is None:
             return None
         offset = self._offsets.get(index, 0)
-        shown = without_end(token_ids, logprobs, self._service.tokenizer)
+        shown = token_ids, logprobs
+        if not self._body.echo:
+            shown = without_end(token_ids, logprobs, self._service.tokenizer)
         found = legacy_logprobs(*shown, self._body.logprobs, offset)
         self._offsets[index] = offset + sum(map(len, found["tokens"]))
         return found
@@ -196,24 +280,17 @@ def _choice(
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
+def _joined(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Log probabilities of a prompt and of the reply behind it."""
+    if first is None or second is None:
+        return second
+    return {name: values + second[name] for name, values in first.items()}
+
+
 def _check(output: StreamOutput) -> None:
     """Refuses a reply that its grammar could not go on with."""
     if output.finish_reason == "error":
         raise ApiError(400, f"structured_outputs: {output.stop_reason}", param="structured_outputs")
-
-
-async def _collect(stream: ReplyStream, tally: Tally) -> list[_Choice]:
-    """The replies to one prompt, whole."""
-    choices = [_Choice() for _ in stream.requests]
-    async for output in stream:
-        _check(output)
-        tally.add(output.index, output.metrics)
-        choice = choices[output.index]
-        choice.text += output.text
-        choice.token_ids += output.token_ids
-        choice.logprobs += output.logprobs or ()
-        choice.finish_reason = output.finish_reason
-    return choices
 
 
 async def _as_they_come(streams: Sequence[ReplyStream]) -> AsyncIterator[tuple[int, StreamOutput]]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from duckllm.outputs import Logprob, RequestMetrics
+from duckllm.outputs import Logprob, PromptLogprobs, RequestMetrics
 from duckllm.text import Tokenizer
 
 
@@ -122,6 +122,48 @@ def _entry(token_id: int, logprob: Logprob, tokenizer: Tokenizer) -> dict[str, A
 def _likeliest(at: dict[int, Logprob], num_top: int) -> list[tuple[int, Logprob]]:
     """The likeliest tokens of a place, downwards."""
     return sorted(at.items(), key=lambda item: item[1].rank)[:num_top]
+
+
+def prompt_logprobs(
+    token_ids: Sequence[int], logprobs: PromptLogprobs, num_top: int, text: str, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """The ``logprobs`` of the completions API for a prompt, an entry for each of its tokens.
+
+    The first one's are null. ``text`` is the prompt as it is echoed, by whose characters offsets count.
+    """
+    entries = [each or {} for each in logprobs]
+    found = legacy_logprobs(token_ids[1:], entries[1:], num_top, 0)
+    first = tokenizer.decode(token_ids[:1], skip_special_tokens=False)
+    found["tokens"].insert(0, first)
+    found["token_logprobs"].insert(0, None)
+    found["top_logprobs"].insert(0, None)
+    return {**found, "text_offset": _offsets(token_ids, text, tokenizer)}
+
+
+def _offsets(token_ids: Sequence[int], text: str, tokenizer: Tokenizer) -> list[int]:
+    """Where each token begins in a text, in characters; in the midst of one, where that begins.
+
+    A control token that the text does not spell, such as a BOS in front, takes no room.
+    """
+    data, place, num_begun = text.encode(), 0, 0
+    offsets = []
+    for token_id in token_ids:
+        is_inside = place < len(data) and _continues(data[place])
+        offsets.append(num_begun - is_inside)
+        if token_id in tokenizer.control_token_ids:
+            piece = tokenizer.token_bytes(token_id)
+            piece = piece if data.startswith(piece, place) else b""
+        else:
+            piece = tokenizer.bytes_in_text(token_id, first=place == 0)
+        own = data[place : place + len(piece)]
+        num_begun += sum(not _continues(byte) for byte in own)
+        place += len(own)
+    return offsets
+
+
+def _continues(byte: int) -> bool:
+    """Whether a byte of UTF-8 is not a character's first."""
+    return byte & 0xC0 == 0x80
 
 
 def legacy_logprobs(

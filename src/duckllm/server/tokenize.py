@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``: text and conversations as tokens, and back.
+"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``: text and conversations as tokens, and back.
 
 One form that serves clients of vLLM (``prompt``, ``messages``, ``add_special_tokens``, ``return_token_strs``)
 and of llama-server (``content``, ``add_special``, ``parse_special``, ``with_pieces``). Mounted by
@@ -77,6 +77,14 @@ def router(service: ChatService, model: ServedModel) -> APIRouter:
         work = service.prepare(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
         text = await unless_gone(request, work)
         return {"prompt": text, "content": text}
+
+    @routes.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, str | None]:
+        """The tokenizer's class, special tokens and chat template, as vLLM's server tells them.
+
+        lm-evaluation-harness asks for it, and then has its prompts tokenized here.
+        """
+        return service.tokenizer.info()
 
     return routes
 

@@ -269,6 +269,19 @@ class Tokenizer:
         before = [] if first else self._inner.encode("a", add_special_tokens=False)[-1:]
         return self.decode([*before, token_id])[len(self.decode(before)) :].encode()
 
+    def info(self) -> dict[str, str | None]:
+        """Names and texts that ``tokenizer_config.json`` has for them: class, special tokens, chat template.
+
+        The template is None where the folder has none in Jinja; of several it is the default one.
+        """
+        inner, template = self._inner, self._inner.chat_template
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {
+            "tokenizer_class": type(inner).__name__,
+            **{name: getattr(inner, name, None) for name in names},
+            "chat_template": template.get("default") if isinstance(template, dict) else template,
+        }
+
     def _token(self, token_id: int) -> str | None:
         """The token as its decoder takes it; None for an id that no token has."""
         token: str | None = self._added_spellings.get(token_id)
