@@ -8,6 +8,8 @@ import openai
 import pytest
 from server_harness import ServerProcess
 
+from duckllm.demo.suite import load_choices
+
 PROMPT = "A duck is"
 
 
@@ -92,6 +94,36 @@ def test_an_end_token_is_told_behind_an_echo(server: ServerProcess) -> None:
     assert choice.text == prompt + reply
     assert choice.logprobs.tokens[-1] == "<|eos|>"
     assert choice.logprobs.text_offset[-1] == len(choice.text)
+
+
+def test_a_choice_is_scored_as_lm_evaluation_harness_does(server: ServerProcess) -> None:
+    """Its requests (0.4.13: tokens, ``echo``, one token behind them) and what it makes of the replies."""
+
+    def tokens(text: str) -> list[int]:
+        body = {"prompt": text, "add_special_tokens": False}
+        found: list[int] = server.http.post("/tokenize", json=body).json()["tokens"]
+        return found
+
+    choices = load_choices()[::25]
+    for choice in choices:
+        context = tokens(f"<|bos|><|user|>{choice.question}<|assistant|>")
+        answers = [tokens(answer) for answer in choice.choices]
+        body = {
+            "model": "demo", "prompt": [context + answer for answer in answers], "temperature": 0,
+            "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True,
+        }  # fmt: skip
+        scores, are_greedy = [], []
+        given_choices = server.http.post("/v1/completions", json=body).json()["choices"]
+        for given, answer in zip(given_choices, answers, strict=True):
+            found = given["logprobs"]
+            own = found["token_logprobs"][len(context) : -1]
+            best = [max(top.values()) for top in found["top_logprobs"][len(context) : -1]]
+            assert len(own) == len(answer)
+            scores.append(sum(own))
+            are_greedy.append(own == best)
+        assert scores.index(max(scores)) == choice.right
+        assert max(scores) > -1
+        assert are_greedy == [number == choice.right for number in range(4)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -186,7 +218,7 @@ def test_a_stream_is_its_whole_reply(server: ServerProcess, prompt: Any, echo: b
         (
             {"echo": True, "logprobs": 20, "prompt": [[5] * 2100] * 12},
             "logprobs",
-            "logprobs: got 21 for each token of the prompts, 529200 in all, expected at most 524288 with echo",
+            "logprobs: got 21 for each token of the prompts, 529200 in all, expected at most 524288",
         ),
         ({"n": 2, "best_of": 1}, "best_of", "best_of: got 1, expected at least n=2"),
         ({"best_of": 2, "stream": True}, "best_of", "best_of: got 2, expected n=1 in a stream"),

@@ -191,8 +191,8 @@ class _Reply:
     ) -> AsyncIterator[tuple[int, StreamOutput | _Echo]]:
         """The outputs of several streams, behind the prompts where these are asked for.
 
-        Prompts come at once, or with their log probabilities when these are there: with the first token of the
-        first reply. Another reply may be faster, where the cache has the prompt, and is kept until then.
+        Prompts come at once, or when their log probabilities are there, with the first token of the first
+        reply. Another reply may be faster, where the cache has the prompt, and is kept until then.
         """
         num_streams, with_logprobs = len(streams), self._body.logprobs is not None
         kept: dict[int, list[StreamOutput]] = {}
