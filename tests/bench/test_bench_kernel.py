@@ -39,7 +39,7 @@ from duckllm.bench.kernel_report import plot_points, print_kernels, roofs, run_j
 from duckllm.bench.linear import LinearShape
 from duckllm.bench.linear_report import linear_json, measure_linear, print_linear
 from duckllm.bench.machine import Caches
-from duckllm.cli.bench import print_line, writing
+from duckllm.cli.bench_common import print_line, writing
 from duckllm.cli.main import app
 from duckllm.config import available_cores
 from duckllm.errors import ConfigError

@@ -27,7 +27,7 @@ from duckllm.bench.roofline import (
     measure_roofline,
     thread_counts,
 )
-from duckllm.cli.bench import parse_numbers, parse_words
+from duckllm.cli.bench_common import parse_numbers, parse_words
 from duckllm.cli.main import app
 from duckllm.config import available_cores, parse_size
 from duckllm.errors import ConfigError, DuckError, MissingPackageError

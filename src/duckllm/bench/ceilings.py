@@ -154,6 +154,11 @@ class MemoryCeilings:
         return seconds
 
     @property
+    def window_bytes(self) -> int:
+        """Bytes that one sample reads."""
+        return self._windows.window_bytes
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of all windows together."""
         return self._used.nbytes

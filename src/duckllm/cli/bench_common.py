@@ -1,0 +1,125 @@
+"""What the verbs of ``duckllm bench`` share: lists in options, lines of JSON, files, progress.
+
+Called by cli/bench.py, cli/bench_model.py and cli/bench_serve.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from duckllm.errors import ConfigError
+
+
+def print_line(values: dict[str, object], save: Path | None) -> None:
+    """Prints a result as one line of JSON, then appends it to a file: what was measured is not lost."""
+    line = json.dumps(values)
+    print(line)
+    append_line(line, save)
+
+
+def append_line(line: str, save: Path | None) -> None:
+    """Appends a line to the file that was asked for, if one was.
+
+    Raises:
+        ConfigError: It could not be written.
+    """
+    if save is not None:
+        with writing("save", save), save.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+@contextlib.contextmanager
+def writing(field: str, path: Path) -> Iterator[None]:
+    """Names the file that could not be written, and leaves no empty one behind.
+
+    Raises:
+        ConfigError: It could not be written.
+    """
+    existed = path.exists()
+    try:
+        yield
+    except OSError as error:
+        if not existed:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        reason = error.strerror or str(error)
+        raise ConfigError(field, str(path), f"a file that can be written ({reason})") from error
+
+
+class CellProgress:
+    """A bar on stderr with the time left; nothing where stderr is no terminal."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("Measuring")
+
+    def __enter__(self) -> CellProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def __call__(self, name: str, done: float, total: float) -> None:
+        """Shows what is measured now, and how much of the work is done."""
+        self._bar.update(self._task, description=name, completed=done, total=total)
+
+
+def check_environment() -> None:
+    """Finds out whether DUCK_FORCE_ISA names an instruction set of this machine.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    from duckllm.prefill import select_isa
+
+    select_isa()
+
+
+def check_save(path: Path) -> None:
+    """Finds out before anything is measured whether a line can be appended there.
+
+    Raises:
+        ConfigError: Its folder does not exist, it is a folder, or it may not be written.
+    """
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError("save", str(path), "a file in a folder that exists")
+    existed = path.exists()
+    with writing("save", path), path.open("a", encoding="utf-8"):
+        pass
+    if not existed:
+        path.unlink(missing_ok=True)
+
+
+def parse_words(text: str) -> tuple[str, ...]:
+    """The words of ``"fp9,fp8"``, each once; none from an empty text."""
+    return tuple(dict.fromkeys(word.strip() for word in text.split(","))) if text.strip() else ()
+
+
+def parse_numbers(field: str, text: str) -> tuple[int, ...]:
+    """Numbers from ``"1,2,4"``; none from an empty text.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    words = parse_words(text)
+    if not all(word.isascii() and word.isdigit() and len(word) <= 9 for word in words):
+        raise ConfigError(field, text, "numbers with commas between, like 1,2,4")
+    return tuple(dict.fromkeys(int(word) for word in words))
