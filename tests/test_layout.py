@@ -11,7 +11,7 @@ import pytest
 
 # ARCHITECTURE.md, section 3: imports point down this list only.
 ORDER = [
-    "__main__", "cli", "server", "doctor", "bench", "llm", "conversation", "plan", "assembly",
+    "__main__", "cli", "server", "doctor", "forecast", "bench", "llm", "conversation", "plan", "assembly",
     "engine", "models", "layers", "kernels", "moe", "transport", "worker", "cluster", "weights", "demo",
     "text", "outputs", "sampling_params", "device", "config", "prefill", "errors",
 ]  # fmt: skip

@@ -256,3 +256,93 @@ def test_a_wrong_option_is_refused_by_name(demo_folder: Path, arguments: list[st
     with pytest.raises(ConfigError) as caught:
         run("plan", demo_folder, *arguments)
     assert message in str(caught.value)
+
+
+def test_plan_predicts_from_a_file_of_nodes(demo_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "flock.toml"
+    file.write_text(
+        '[host]\npreset = "n100"\nlink_gbit_per_s = 10\n'
+        '[[nodes]]\npreset = "n100"\ncount = 2\nround_trip_us = 70\n'
+    )
+    arguments = ("plan", demo_folder, "--nodes", file, "--acceptance", "0.5", "--batch", "1,4", "--json")
+    facts = json.loads(run(*arguments, "--context", "256", "--wire-dtype", "bf16"))
+    forecast = facts["forecast"]
+    assert [worker["read_gb_per_s"] for worker in facts["workers"]] == [35.0, 35.0]
+    ways = {(each["way"], each["batch"]): each for each in forecast["predictions"]}
+    assert {way for way, _ in ways} == {"plain", "lanes", "guesses", "guesses, lanes"}
+    assert {(each["context"], each["x_bytes"], each["reply_bytes"]) for each in ways.values()} == {
+        (256, 2, 2)
+    }
+    assert ways["guesses", 1]["drafts"] == 1
+    assert ways["plain", 4]["tokens_per_s"] > ways["plain", 1]["tokens_per_s"]
+    base = forecast["base"]
+    assert base["tokens_per_s"] == max(each["tokens_per_s"] for way, each in ways.items() if way[1] == 1)
+    assert sum(base["parts_us"].values()) == pytest.approx(base["step_us"])
+    assert base["parts_us"]["hand-over"] == pytest.approx(5 * (70 - 8) * (2 if base["lanes"] else 1))
+    changes = {each["change"]: each for each in forecast["what_if"]}
+    assert changes["nodes' links of 10 Gbit/s"]["times"] >= 1
+    assert changes["a host that reads half as fast again"]["times"] > 1
+    assert changes["experts in fp8"]["times"] == pytest.approx(
+        changes["experts in fp8"]["tokens_per_s"] / base["tokens_per_s"]
+    )
+    assert "docs/performance.md" in forecast["sources"]["expert_share"]
+    text = run(*arguments[:-1])
+    assert f"{ways['plain', 4]['tokens_per_s']:.0f}"[:2] in text
+    assert re.search(r"^what if +tok/s +times$", text, re.MULTILINE)
+    assert re.search(r"^the bottleneck: \w", text, re.MULTILINE)
+
+
+def test_a_prediction_says_what_does_not_fit(tmp_path: Path) -> None:
+    file = tmp_path / "flock.toml"
+    file.write_text('[host]\npreset = "epyc"\n[[nodes]]\npreset = "n100"\ncount = 2\nmemory_gib = 17\n')
+    config = ROOT / "examples/configs/Qwen3-30B-A3B"
+    facts = json.loads(run("plan", config, "--nodes", file, "--format", "fp8", "--json"))
+    changes = {each["change"]: each["tokens_per_s"] for each in facts["forecast"]["what_if"]}
+    assert changes["experts in fp9"] is not None
+    file.write_text(file.read_text().replace("17", "15"))
+    facts = json.loads(run("plan", config, "--nodes", file, "--format", "fp8", "--json"))
+    changes = {each["change"]: each["tokens_per_s"] for each in facts["forecast"]["what_if"]}
+    assert changes["experts in fp9"] is None
+    assert changes["twice the nodes"] > 0
+    with pytest.raises(ConfigError, match=r"^memory: "):
+        run("plan", config, "--nodes", file, "--format", "fp9")
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (("--speed", "3"), "speed"),
+        (("--workers", "2"), "workers"),
+        (("--host-memory", "2"), "host_memory"),
+        (("--vram", "2"), "vram"),
+        (("--acceptance", "1.5"), "acceptance"),
+        (("--batch", "0"), "batch"),
+        (("--batch", "1,x"), "batch"),
+        (("--context", "9999999"), "context"),
+        (("--wire-dtype", "f16"), "wire_dtype"),
+    ],
+)
+def test_a_prediction_refuses_what_contradicts_it(
+    demo_folder: Path, tmp_path: Path, options: tuple[str, ...], field: str
+) -> None:
+    file = tmp_path / "flock.toml"
+    file.write_text('[host]\npreset = "n100"\n[[nodes]]\npreset = "n100"\n')
+    with pytest.raises(ConfigError) as caught:
+        run("plan", demo_folder, "--nodes", file, *options)
+    assert caught.value.field == field
+
+
+def test_guesses_need_a_prediction_and_a_layer_that_guesses(demo_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="acceptance"):
+        run("plan", demo_folder, "--acceptance", "0.5")
+    file = tmp_path / "flock.toml"
+    file.write_text('[host]\npreset = "epyc"\n[[nodes]]\npreset = "epyc"\n')
+    with pytest.raises(ConfigError, match="acceptance"):
+        run("plan", ROOT / "examples/configs/Qwen3-30B-A3B", "--nodes", file, "--acceptance", "0.5")
+
+
+def test_presets_are_printed_with_their_sources() -> None:
+    text = run("plan", "--presets")
+    assert "raspberry-pi-5: Raspberry Pi 5; not supported: its CPU is an ARM" in text
+    assert re.search(r"^    35 GB/s read: published by", text, re.MULTILINE)
+    assert re.search(r"^rtx-5090: 32 GiB of VRAM, 1792 GB/s", text, re.MULTILINE)

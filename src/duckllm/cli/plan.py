@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from duckllm.cli.common import Waiting, parse_shares, parse_workers
+from duckllm.cli.plan_forecast import Forecasting
 from duckllm.config import MAX_STEP_TOKENS, MAX_WORKERS, WEIGHT_FORMATS, show_size
-from duckllm.device import check_device
+from duckllm.device import CPU, check_device
 from duckllm.errors import ConfigError, PlacementError
 
 if TYPE_CHECKING:
@@ -119,6 +120,41 @@ def plan(
         Path | None,
         typer.Option(help="File with the secret that workers at addresses share.", readable=False),
     ] = None,
+    nodes: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of host, card, nodes and links, TOML or JSON (docs/planning.md), in place of the "
+            "options that say these: predicts tokens a second, a step's time by part, and what changes "
+            "would give.",
+            show_default=False,
+            readable=False,
+        ),
+    ] = None,
+    acceptance: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of guessed tokens that are right, 0 to 1, for the prediction of --nodes; without it "
+            "none is guessed.",
+            show_default=False,
+        ),
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens of each request in the prediction.")] = 1024,
+    batch: Annotated[str, typer.Option(help="Requests together in the prediction.")] = "1,2,8",
+    wire_dtype: Annotated[
+        str, typer.Option(help="Numbers on the wire in the prediction, both ways: f32 or bf16.")
+    ] = "f32",
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Measure here what the prediction takes of software, a minute's work; the model has to run "
+            "here. Without --nodes this machine is predicted, with --workers of one thread each (2).",
+        ),
+    ] = False,
+    presets: Annotated[
+        bool,
+        typer.Option("--presets", help="Print the computers and cards that --nodes knows, with sources."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.")] = False,
 ) -> None:
     """Say which node would hold what, how long its steps take at best, and what the host needs.
@@ -126,8 +162,13 @@ def plan(
     An error where it does not fit. Each node's system keeps 1 GiB of its memory. Nodes get shares of the
     weights in proportion to their speeds, where these are given and differ by more than 15 %, and no more
     than their memory holds; else even ones. With a GPU the host's weights and KV cache, as much as at a
-    start, are counted against its VRAM.
+    start, are counted against its VRAM. With --nodes it says what this would give, by a model of a step.
     """
+    if presets:
+        from duckllm.forecast.report import describe_presets
+
+        print(describe_presets())
+        return
     from duckllm.assembly import choose_device
     from duckllm.models.inspection import inspect_model
     from duckllm.plan import plan_host_part, plan_on
@@ -153,6 +194,17 @@ def plan(
                 raise ConfigError(field, value, "nothing with workers at addresses, which say it themselves")
     count = None if isinstance(asked, tuple) else _count_nodes(asked, facts)
     _check_numbers(draft, max_step_tokens, host_speed)
+    asks = Forecasting(nodes, acceptance, context, batch, wire_dtype, measure)
+    if asks.flock is not None:
+        own = {
+            "workers": workers,
+            "memory": memory,
+            "speed": speed,
+            "isa": isa,
+            "round_trip_us": round_trip_us,
+        }
+        asks.refuse(own | {"host_memory": host_memory, "host_speed": host_speed, "vram": vram})
+        card, host_bytes, host_speed = asks.host()
     with Waiting(f"Reading {model or 'the demo model'}"):
         found = inspect_model(find_model(model, whole=False).folder)
     chosen = _parse_format(weight_format, found.weight_format)
@@ -171,15 +223,28 @@ def plan(
     options["device"] = card or choose_device(
         device, lambda on: plan_host_part(found, **host_options, device=on).memory
     )
-    if isinstance(asked, tuple):
+    if measure:
+        asks.measure(model, found, chosen, asked)
+        if nodes is None:
+            options["device"] = CPU
+    if asks.flock is not None:
+        placed = list(asks.nodes())
+    elif isinstance(asked, tuple):
         with Waiting("Asking the workers"):
-            nodes = _ask_workers(found, asked, token_file)
+            placed = _ask_workers(found, asked, token_file)
             host_speed = host_speed or _this_machine_gb_per_s()
     else:
-        nodes = _make_nodes(found, count, facts, options)
-    made = plan_on(found, nodes, **options, host_gb_per_s=host_speed, shares=parse_shares(shares))
+        placed = _make_nodes(found, count, facts, options)
+    made = plan_on(found, placed, **options, host_gb_per_s=host_speed, shares=parse_shares(shares))
     shown = facts_of(str(found.folder), made)
+    predicted = asks.forecast(found, made, parse_shares(shares)) if made.fits else None
+    if predicted is not None:
+        shown["forecast"] = predicted.to_json()
     print(json.dumps(shown) if as_json else describe(shown, made))
+    if predicted is not None and not as_json:
+        from duckllm.forecast.report import describe_forecast
+
+        print("\n" + describe_forecast(predicted))
     _check_fits(made)
 
 
