@@ -15,7 +15,7 @@ import typer
 from duckllm.cli.common import Waiting, parse_shares, parse_workers
 from duckllm.cli.plan_forecast import Forecasting
 from duckllm.config import MAX_STEP_TOKENS, MAX_WORKERS, WEIGHT_FORMATS, show_size
-from duckllm.device import CPU, check_device
+from duckllm.device import check_device
 from duckllm.errors import ConfigError, PlacementError
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def plan(
     if measure:
         asks.measure(model, found, chosen, asked)
         if nodes is None:
-            options["device"] = CPU
+            options["device"], _, host_speed = asks.host()
     if asks.flock is not None:
         placed = list(asks.nodes())
     elif isinstance(asked, tuple):

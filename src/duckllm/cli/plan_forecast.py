@@ -79,7 +79,7 @@ class Forecasting:
             if value is not None:
                 raise ConfigError(field, value, "nothing with --nodes, whose file says it")
 
-    def host(self) -> tuple[Device | None, int, float]:
+    def host(self) -> tuple[Device, int, float]:
         """The host's card, its memory in bytes, and the GB/s that its layers are read at."""
         from duckllm.device import CPU
         from duckllm.engine.cache_size import card_of

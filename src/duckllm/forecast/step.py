@@ -218,8 +218,7 @@ class _Model:
         return request * WIRE_OVERHEAD, reply * WIRE_OVERHEAD
 
     def _is_here(self, node: Computer) -> bool:
-        """Whether a worker is on the host's own machine, with no wire between them."""
-        return bool(node.machine) and node.machine == self.flock.host.machine and not node.wired
+        return not is_away(self.flock, node)
 
     def _sent_us(self, node: Computer, num_bytes: float) -> float:
         """What the host takes for one message to or from a worker: its port's time, or its own."""
@@ -290,6 +289,11 @@ class _Model:
                     alone_us = self.node_us(node, stripes, rows) / self._crowding(node)
                     work += alone_us * node.cores
         return work / machine.cores
+
+
+def is_away(flock: Flock, node: Computer) -> bool:
+    """Whether there is a wire between the host and a node; there is none within a machine."""
+    return not node.machine or node.machine != flock.host.machine or node.wired
 
 
 def _pass_us(num_bytes: float, port: Computer) -> float:

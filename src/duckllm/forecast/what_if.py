@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from duckllm.forecast.coefficients import Coefficients
 from duckllm.forecast.flock import Card, Flock
 from duckllm.forecast.load import ModelLoad
-from duckllm.forecast.step import Prediction, Setting, predict
+from duckllm.forecast.step import Prediction, Setting, is_away, predict
 
 _LINKS_GBIT_PER_S = (1.0, 2.5, 10.0, 25.0, 100.0)
 # Stripes of each node, or None where its memory does not do.
@@ -54,9 +54,10 @@ def what_ifs(
     changes += _links(flock, setting)
     other = "fp8" if setting.weight_format == "fp9" else "fp9"
     changes.append((f"experts in {other}", flock, replace(setting, weight_format=other)))
-    if setting.x_bytes == 4:
+    has_wire = any(is_away(flock, node) for node in flock.nodes)
+    if setting.x_bytes == 4 and has_wire:
         changes.append(("bf16 on the wire, both ways", flock, replace(setting, x_bytes=2, reply_bytes=2)))
-    if not setting.multicast and len(flock.nodes) > 1:
+    if not setting.multicast and len(flock.nodes) > 1 and has_wire:
         changes.append(("requests by multicast", flock, replace(setting, multicast=True)))
     changes += _host(flock, setting)
     nodes = tuple(replace(each, read_gb_per_s=1.25 * each.read_gb_per_s) for each in flock.nodes)
@@ -80,7 +81,7 @@ def what_ifs(
 def _links(flock: Flock, setting: Setting) -> list[tuple[str, Flock, Setting]]:
     """Faster ports: every node's that is slowest, and the host's."""
     found = []
-    elsewhere = [each for each in flock.nodes if not each.machine or each.machine != flock.host.machine]
+    elsewhere = [each for each in flock.nodes if is_away(flock, each)]
     if not elsewhere:
         return []
     slowest = min(each.link_gbit_per_s for each in elsewhere)
