@@ -11,6 +11,7 @@ void bind_wire(nanobind::module_& m);
 void bind_transport(nanobind::module_& m);
 void bind_exchange(nanobind::module_& m);
 void bind_worker(nanobind::module_& m);
+void bind_simulate(nanobind::module_& m);
 void bind_weights(nanobind::module_& m);
 void bind_bench(nanobind::module_& m);
 }  // namespace duck
@@ -20,7 +21,7 @@ NB_MODULE(_native, m) {
   nanobind::set_leak_warnings(false);
   m.doc() =
       "Native parts of duck-llm: kernels of experts and dense layers, attention, row-wise operations, wire "
-      "format, transport, the worker's step loop, and the loops that measure a machine's ceilings.";
+      "format, transport, the worker's step loop and a stand-in below it, and the loops that measure a machine's ceilings.";
   duck::bind_kernels(m);
   duck::bind_linear(m);
   duck::bind_attention(m);
@@ -29,6 +30,7 @@ NB_MODULE(_native, m) {
   duck::bind_transport(m);
   duck::bind_exchange(m);
   duck::bind_worker(m);
+  duck::bind_simulate(m);
   duck::bind_weights(m);
   duck::bind_bench(m);
 }

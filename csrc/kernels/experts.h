@@ -121,8 +121,17 @@ struct StepRows {
   const float* topk_weights = nullptr;  // [T, K]
 };
 
+// What a worker's step loop computes: Experts, or a stand-in for them (simulate/stand_in.h).
+class StepCompute {
+ public:
+  virtual ~StepCompute() = default;
+  virtual const ExpertShape& shape() const = 0;
+  // As Experts::run().
+  virtual void run(const LayerUnits& layer, const StepRows& rows, float* y) = 0;
+};
+
 // The expert function with its scratch memory, sized at construction for max_tokens rows.
-class Experts {
+class Experts final : public StepCompute {
  public:
   static constexpr uint32_t kChunkRows = 48;  // rows of an expert that the tile kernels take at once
 
@@ -130,20 +139,20 @@ class Experts {
   // Prefill::kBf16: also where it has no bf16 multipliers, as select_bf16() says.
   Experts(const ExpertShape& shape, uint32_t max_tokens, Isa isa, ThreadPool& pool,
           Prefill prefill = Prefill::kF32);
-  ~Experts();
+  ~Experts() override;
   Experts(const Experts&) = delete;
   Experts& operator=(const Experts&) = delete;
 
   // Writes the partial sums y [T, H] f32. Throws std::invalid_argument (naming field, got, expected) for
   // T > max_tokens, top_k > shape.top_k, or an id outside [0, E); y is then untouched.
-  void run(const LayerUnits& layer, const StepRows& rows, float* y);
+  void run(const LayerUnits& layer, const StepRows& rows, float* y) override;
 
   // Reads the units that run() would read for these ids, each once, on the same threads, and computes
   // nothing: the ceiling that a step is measured against. Returns the exclusive or of their 64-bit words.
   // Throws as run() does.
   uint64_t read_units(const LayerUnits& layer, const StepRows& rows);
 
-  const ExpertShape& shape() const;
+  const ExpertShape& shape() const override;
   Isa isa() const;
   const char* prefill() const;  // "f32", or the name of the bf16 multipliers
 

@@ -222,6 +222,21 @@ void bind_transport(nb::module_& m) {
           nb::call_guard<nb::gil_scoped_release>(),
           "Means over each layer's last steps; does not wait for a step that is under way.")
       .def(
+          "measure_host_time", [](PyTransport& self, bool on) { self.native().measure_host_time(on); },
+          nb::arg("on"), nb::call_guard<nb::gil_scoped_release>(),
+          "Measures from now on what the host's own work costs, from zero; or stops to.")
+      .def(
+          "host_time",
+          [](PyTransport& self) {
+            std::vector<std::tuple<uint64_t, uint64_t, uint64_t>> parts;
+            for (const HostTime::Spent& each : self.native().host_time()) {
+              parts.emplace_back(each.cpu_ns, each.wall_ns, each.times);
+            }
+            return parts;
+          },
+          nb::call_guard<nb::gil_scoped_release>(),
+          "(CPU ns, wall ns, times) of packing, sending, sleeping, receiving, combining since then.")
+      .def(
           "close", [](PyTransport& self) { self.native().close(); }, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro(
           "closed", [](PyTransport& self) { return self.native().closed(); },

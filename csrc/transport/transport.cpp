@@ -70,6 +70,7 @@ void Transport::connect(Link& link, Peer peer) {
 uint64_t Transport::submit(uint32_t layer, uint16_t lane, uint32_t num_tokens, uint32_t top_k, const float* x,
                            const int32_t* topk_ids, const float* topk_weights) {
   const std::lock_guard lock(mutex_);
+  host_time_.begin();
   check_open();
   check_range("step tokens", num_tokens, config_.max_step_tokens);
   check_range("step top_k", top_k, config_.top_k);
@@ -99,6 +100,7 @@ uint64_t Transport::submit(uint32_t layer, uint16_t lane, uint32_t num_tokens, u
   } else {
     std::memcpy(out + kStepHeadBytes + 2 * list_bytes, x, 4 * values);
   }
+  host_time_.lap(HostTime::kPack);
   begin_multicast(step);
   for (size_t worker = 0; worker < links_.size(); ++worker) {
     if (!step->by_multicast[worker]) send_request(worker, step);
@@ -122,11 +124,13 @@ void Transport::send_until(Deadline until) {
       send_to(worker);
       unsent += !links_[worker]->unsent.empty();
     }
+    host_time_.lap(HostTime::kSend);
     if (unsent == 0 || Clock::now() >= until) return;
     if (!sleep(nullptr, until)) continue;
     for (size_t worker = 0; worker < links_.size(); ++worker) {
       if (links_[worker]->woken) receive_from(worker, nullptr);
     }
+    host_time_.lap(HostTime::kReceive);
   }
 }
 
@@ -157,6 +161,7 @@ bool Transport::sleep(const Step* step, Deadline until) {
     if (count < 0) entries[0].revents = entries[1].revents = 0;
     links_[worker]->woken |= links_[worker]->stream.end_sleep(entries);
   }
+  host_time_.lap(HostTime::kSleep);
   return !signalled;
 }
 
@@ -199,6 +204,7 @@ bool Transport::poll(uint64_t ticket, float* sum) {
 void Transport::take_sum(const Step& step, float* sum) {
   const size_t values = size_t{step.num_tokens} * config_.hidden_size;
   std::memcpy(sum, step.partial_sums[0].data(), 4 * values);
+  host_time_.lap(HostTime::kCombine);
   for (size_t worker = 0; worker < links_.size(); ++worker) {
     last_compute_us_[worker] = step.answers[worker].compute_us;
   }
@@ -232,6 +238,7 @@ bool Transport::wait_some(uint64_t ticket, int64_t ms, std::vector<size_t>& late
 
 Transport::Waited Transport::wait_until(Step& step, Deadline until,
                                         const std::function<bool()>& interrupted) {
+  host_time_.begin();
   const Deadline start = Clock::now();
   if (step.deadline == wire::kNever) {
     step.deadline = start + std::chrono::milliseconds(config_.step_timeout_ms);
@@ -239,6 +246,9 @@ Transport::Waited Transport::wait_until(Step& step, Deadline until,
   }
   const Deadline spin_until = start + std::chrono::microseconds(config_.spin_us);
   for (auto& link : links_) link->woken = false;
+  // Out of a sleep it is known from whom something has come: to ask all others each time would be as many
+  // calls as workers times replies.
+  bool ask_all = true;
   for (;;) {
     send_multicast();
     const Deadline announce_at = announce_late_steps();
@@ -247,14 +257,16 @@ Transport::Waited Transport::wait_until(Step& step, Deadline until,
     for (size_t worker = links_.size(); worker-- > 0;) {
       const Link& link = *links_[worker];
       if (!step.arrived[worker]) {
-        receive_from(worker, &step);
+        if (ask_all || link.woken) receive_from(worker, &step);
       } else if (link.woken) {
         receive_from(worker, nullptr);
       }
       send_to(worker);
       if (!step.arrived[worker]) (link.fd >= 0 ? late : lost) = worker;
     }
+    host_time_.lap(HostTime::kReceive);
     add_in_order(step);
+    host_time_.lap(HostTime::kCombine);
     if (step.missing == 0) return Waited::kComplete;
     if (lost < links_.size()) throw TransportError(lost, step.layer, links_[lost]->lost_because);
     const Deadline now = Clock::now();
@@ -264,6 +276,7 @@ Transport::Waited Transport::wait_until(Step& step, Deadline until,
     }
     if (now >= until) return Waited::kTimedOut;
     if (now < spin_until) continue;
+    ask_all = false;
     if (sleep(&step, std::min({until, step.deadline, announce_at})) || !interrupted || !interrupted())
       continue;
     forget(step.sequence);
@@ -438,6 +451,16 @@ void Transport::lose(size_t worker, const std::string& reason) {
   link.sent_bytes = 0;
   link.next_frame();
   link.put_back(nullptr, 0);
+}
+
+void Transport::measure_host_time(bool on) {
+  const std::lock_guard lock(mutex_);
+  host_time_.measure(on);
+}
+
+std::array<HostTime::Spent, HostTime::kNumParts> Transport::host_time() const {
+  const std::lock_guard lock(mutex_);
+  return host_time_.spent();
 }
 
 void Transport::check_open() const {

@@ -12,6 +12,7 @@
 // others have answered, and replace() sends them to whoever takes its place.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -24,6 +25,7 @@
 #include <vector>
 
 #include "kernels/experts.h"
+#include "transport/host_time.h"
 #include "transport/multicast_sender.h"
 #include "transport/step_times.h"
 #include "wire/frame.h"
@@ -140,6 +142,10 @@ class Transport {
   // Means over the last steps, without waiting for one that is under way.
   std::vector<LayerTimes> step_times() const { return times_.layers(); }
 
+  // Measures what the host's own work costs from now on, or stops to.
+  void measure_host_time(bool on);
+  std::array<HostTime::Spent, HostTime::kNumParts> host_time() const;
+
   // Says CLOSE to every worker and closes the sockets. Does nothing the second time.
   void close();
   bool closed() const;
@@ -193,6 +199,7 @@ class Transport {
   std::vector<std::shared_ptr<Step>> spare_;
   std::vector<uint32_t> last_compute_us_;
   StepTimes times_;
+  HostTime host_time_;
   uint64_t last_sequence_ = 0;
   bool closed_ = false;
 };

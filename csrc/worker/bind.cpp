@@ -24,20 +24,6 @@ namespace {
 
 using UnitsArray = nb::ndarray<const uint8_t, nb::ndim<3>, nb::device::cpu>;
 
-const char* end_reason_name(EndReason reason) {
-  switch (reason) {
-    case EndReason::kClosed:
-      return "closed";
-    case EndReason::kLost:
-      return "lost";
-    case EndReason::kMalformed:
-      return "malformed";
-    case EndReason::kTimeout:
-      return "timeout";
-  }
-  return "lost";
-}
-
 Isa parse_isa(const std::string& name) {
   if (name == "auto") return select_isa();
   for (const Isa isa : {Isa::kScalar, Isa::kAvx2, Isa::kAvx512}) {

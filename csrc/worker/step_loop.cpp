@@ -43,6 +43,20 @@ void send_error(Stream& stream, const WireError& error) {
 
 }  // namespace
 
+const char* end_reason_name(EndReason reason) {
+  switch (reason) {
+    case EndReason::kClosed:
+      return "closed";
+    case EndReason::kLost:
+      return "lost";
+    case EndReason::kMalformed:
+      return "malformed";
+    case EndReason::kTimeout:
+      return "timeout";
+  }
+  return "lost";
+}
+
 uint64_t max_request_frame_bytes(const ExpertShape& shape, uint32_t max_step_tokens) {
   if (max_step_tokens < 1) throw std::invalid_argument("max_step_tokens: got 0, expected at least 1");
   StepRequestHeader largest;
@@ -58,7 +72,7 @@ uint64_t max_request_frame_bytes(const ExpertShape& shape, uint32_t max_step_tok
   return wire::kFrameHeaderBytes + payload_bytes;
 }
 
-StepLoop::StepLoop(Experts& experts, const std::unordered_map<uint32_t, LayerUnits>& layers,
+StepLoop::StepLoop(StepCompute& experts, const std::unordered_map<uint32_t, LayerUnits>& layers,
                    const StepLoopLimits& limits)
     : experts_(experts), layers_(layers), limits_(limits), hidden_size_(experts.shape().hidden_size) {
   // Twice the largest frame: the next lane's request is read along with this one.

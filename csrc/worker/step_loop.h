@@ -32,6 +32,8 @@ enum class EndReason : uint8_t {
   kTimeout,    // half a frame, or a host that does not take its replies
 };
 
+const char* end_reason_name(EndReason reason);  // "closed", "lost", "malformed", "timeout"
+
 struct StepLoopEnd {
   EndReason reason = EndReason::kLost;
   std::string message;
@@ -46,7 +48,7 @@ class StepLoop {
  public:
   // experts and layers outlive the loop. Buffers for the largest frames are set aside here; their pages are
   // touched only as far as steps need them.
-  StepLoop(Experts& experts, const std::unordered_map<uint32_t, LayerUnits>& layers,
+  StepLoop(StepCompute& experts, const std::unordered_map<uint32_t, LayerUnits>& layers,
            const StepLoopLimits& limits);
 
   // Serves a connected stream socket, and the memory or the multicast group beside it if there is any, until
@@ -74,7 +76,7 @@ class StepLoop {
   bool reply(wire::Stream& stream, uint64_t sequence, const wire::StepReplyHeader& header, StepLoopEnd& end);
   bool send(const wire::TwoParts& message, wire::Stream& stream, const char* what, StepLoopEnd& end);
 
-  Experts& experts_;
+  StepCompute& experts_;
   const std::unordered_map<uint32_t, LayerUnits>& layers_;
   const StepLoopLimits limits_;
   const uint32_t hidden_size_;

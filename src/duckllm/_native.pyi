@@ -1,5 +1,5 @@
 """
-Native parts of duck-llm: kernels of experts and dense layers, attention, row-wise operations, wire format, transport, the worker's step loop, and the loops that measure a machine's ceilings.
+Native parts of duck-llm: kernels of experts and dense layers, attention, row-wise operations, wire format, transport, the worker's step loop and a stand-in below it, and the loops that measure a machine's ceilings.
 """
 
 import enum
@@ -835,6 +835,16 @@ class Transport:
         Means over each layer's last steps; does not wait for a step that is under way.
         """
 
+    def measure_host_time(self, on: bool) -> None:
+        """
+        Measures from now on what the host's own work costs, from zero; or stops to.
+        """
+
+    def host_time(self) -> list[tuple[int, int, int]]:
+        """
+        (CPU ns, wall ns, times) of packing, sending, sleeping, receiving, combining since then.
+        """
+
     def close(self) -> None: ...
     @property
     def closed(self) -> bool: ...
@@ -994,6 +1004,43 @@ class StepServer:
     @property
     def prefill(self) -> str:
         """f32, or the name of the bf16 multipliers."""
+
+class SimulatedNetwork:
+    """The host's port, which all simulated workers share."""
+
+    def __init__(self, host_bytes_per_us: float) -> None:
+        """0 bytes a microsecond: it takes no time."""
+
+    def submitted(self, step: int) -> None:
+        """Says that the step of this number is handed over now."""
+
+class SimulatedServer:
+    """A stand-in for experts behind one connection at a time."""
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        first_stripe: int,
+        num_stripes: int,
+        max_step_tokens: int,
+        layers: Sequence[int],
+        network: SimulatedNetwork,
+        fixed_us: float,
+        expert_us: float,
+        row_us: float,
+        link_bytes_per_us: float,
+        delay_us: float,
+        request_row_bytes: int,
+        reply_row_bytes: int,
+    ) -> None: ...
+    def serve(
+        self, fd: int, memory: SharedMemory | None = None, multicast: MulticastReceiver | None = None
+    ) -> tuple[str, str, int]:
+        """As StepServer.serve()."""
 
 def recode_units(
     units: numpy.typing.NDArray[numpy.uint8],

@@ -18,6 +18,7 @@ from duckllm import __version__
 from duckllm.cli import chat as chat_verb
 from duckllm.cli import doctor as doctor_verb
 from duckllm.cli import serve as serve_verb
+from duckllm.cli import simulate as simulate_verb
 from duckllm.cli.bench import bench
 from duckllm.cli.convert import convert
 from duckllm.cli.inspect import inspect
@@ -89,6 +90,8 @@ app.command("convert", epilog=_CONVERT_EXAMPLES)(convert)
 app.command("inspect", short_help="Say what a model is and weighs.", epilog=_INSPECT_EXAMPLES)(inspect)
 _PLAN = "Say which node would hold what, how fast, and whether it fits."
 app.command("plan", short_help=_PLAN, epilog=_PLAN_EXAMPLES)(plan)
+_SIMULATE = "Try a flock larger than one has, and its host."
+app.command("simulate", short_help=_SIMULATE, epilog=simulate_verb.EXAMPLES)(simulate_verb.simulate)
 _DOCTOR = "Check this machine and workers, and say what to change."
 app.command("doctor", short_help=_DOCTOR, epilog=doctor_verb.EXAMPLES)(doctor_verb.doctor)
 app.command("worker", epilog=_WORKER_EXAMPLES)(worker)

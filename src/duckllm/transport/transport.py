@@ -231,6 +231,17 @@ class Transport:
         """Means over each layer's last steps; does not wait for a step that is under way."""
         return tuple(self._native.step_times())
 
+    def measure_host_time(self, on: bool) -> None:
+        """Measures from now on what the host's own work costs, from zero; or stops to."""
+        self._native.measure_host_time(on)
+
+    def host_time(self) -> tuple[tuple[int, int, int], ...]:
+        """CPU ns, wall ns and times of packing, sending, sleeping, receiving and combining since then.
+
+        csrc/transport/host_time.h says what each is. CPU time is that of the thread that submits and waits.
+        """
+        return tuple(self._native.host_time())
+
     def close(self) -> None:
         """Tells every worker that the session is over. Idempotent."""
         self._closed = True

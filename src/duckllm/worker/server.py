@@ -40,6 +40,7 @@ class WorkerServer:
     Args:
         config: The worker's configuration.
         log: Takes one line per event.
+        sessions: Serves connections; None for the worker's own.
 
     Raises:
         ConfigError: The address is malformed or taken, or beyond loopback without a token; or
@@ -47,9 +48,11 @@ class WorkerServer:
         ModelError: ``config.model`` is no converted model.
     """
 
-    def __init__(self, config: WorkerConfig, log: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: WorkerConfig, log: Callable[[str], None], sessions: Sessions | None = None
+    ) -> None:
         self._config, self._log = config, log
-        self._sessions = Sessions(config, log)
+        self._sessions = Sessions(config, log) if sessions is None else sessions
         self.instructions = self._sessions.instructions
         self._listener = _listen(config)
         name, port = self._listener.getsockname()[:2]

@@ -66,7 +66,7 @@ class Sessions:
         )
         self._memory = worker_end(config.shared_memory) if config.shared_memory else None
         self._stopping = threading.Event()
-        self._prepared: tuple[object, _Experts] | None = None
+        self._prepared: tuple[object, Prepared] | None = None
 
     def stop(self) -> None:
         """Makes a verification in progress give up."""
@@ -177,7 +177,7 @@ class Sessions:
             return None
         return multicast
 
-    def _prepare(self, plan: WorkerPlan, channel: ControlChannel) -> tuple[_Experts, int, int]:
+    def _prepare(self, plan: WorkerPlan, channel: ControlChannel) -> tuple[Prepared, int, int]:
         """The experts of a plan, the number of stripes hashed for it, and of bytes that the host sent.
 
         The last plan's experts are used again.
@@ -213,7 +213,7 @@ class Sessions:
         self._prepared = ((known, identities), experts)
         return experts, mapped.verified_stripes, mapped.fetched_bytes
 
-    def _load(self, plan: WorkerPlan, mapped: MappedSlice, check_stop: Callable[[], None]) -> _Experts:
+    def _load(self, plan: WorkerPlan, mapped: MappedSlice, check_stop: Callable[[], None]) -> Prepared:
         """The experts of a plan, in the format that this worker, the host or a measurement says."""
         part = ExpertSlice(
             plan.hidden_size,
@@ -251,11 +251,11 @@ class Sessions:
         )
         for layer, units in layers.items():
             server.add_layer(layer, units)
-        return _Experts(server, choice, _weight_memory(mapped, layers))
+        return Prepared(server, choice, _weight_memory(mapped, layers))
 
 
 @dataclass(frozen=True)
-class _WeightMemory:
+class WeightMemory:
     """Where the units lie that steps read: mapped from ``origin``, the rest in the worker's own memory."""
 
     origin: str
@@ -271,12 +271,12 @@ class _WeightMemory:
 
 
 @dataclass(frozen=True)
-class _Experts:
+class Prepared:
     """A slice ready for steps, and the format that it is computed in."""
 
-    server: _native.StepServer
+    server: _native.StepServer | _native.SimulatedServer
     choice: FormatChoice
-    memory: _WeightMemory
+    memory: WeightMemory
 
 
 def _describe_multicast(multicast: _native.MulticastReceiver | None) -> str:
@@ -290,14 +290,14 @@ def _describe_multicast(multicast: _native.MulticastReceiver | None) -> str:
     )
 
 
-def _weight_memory(mapped: MappedSlice, used: Mapping[int, U8]) -> _WeightMemory:
+def _weight_memory(mapped: MappedSlice, used: Mapping[int, U8]) -> WeightMemory:
     own = [
         units
         for layer, units in used.items()
         if units is not mapped.units[layer] or (mapped.in_memory and layer in mapped.shards)
     ]
     origin, how = mapped.origin(), "mapped" if len(own) < len(used) else "copied"
-    return _WeightMemory(
+    return WeightMemory(
         f"{how} from {origin}" if origin else "",
         sum(units.nbytes for units in own),
         huge_page_bytes(own) if own else 0,
