@@ -21,7 +21,8 @@ NB_MODULE(_native, m) {
   nanobind::set_leak_warnings(false);
   m.doc() =
       "Native parts of duck-llm: kernels of experts and dense layers, attention, row-wise operations, wire "
-      "format, transport, the worker's step loop and a stand-in below it, and the loops that measure a machine's ceilings.";
+      "format, transport, the worker's step loop and a stand-in below it, and the loops that measure a "
+      "machine's ceilings.";
   duck::bind_kernels(m);
   duck::bind_linear(m);
   duck::bind_attention(m);

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from duckllm.cli.bench_common import CellProgress, append_line, check_save, parse_numbers, parse_words, writing
+from duckllm.cli.bench_common import (
+    CellProgress,
+    append_line,
+    check_save,
+    parse_numbers,
+    parse_words,
+    writing,
+)
 from duckllm.config import MAX_STEP_TOKENS, WEIGHT_FORMATS, WIRE_DTYPES, available_cores
 from duckllm.errors import ConfigError
 
@@ -38,13 +45,14 @@ def simulate(
     ] = None,
     workers: Annotated[str, typer.Option(help=f"Numbers of workers, up to {_MOST_WORKERS}.")] = "8,16,32,64",
     rows: Annotated[str, typer.Option(help="Rows of a step.")] = "1,2,8",
-    node: Annotated[str, typer.Option(help="What every node is; duckllm plan --presets lists them.")] = "n100",
+    node: Annotated[str, typer.Option(help="What nodes are; duckllm plan --presets lists them.")] = "n100",
     speed: Annotated[
         float | None,
-        typer.Option(help="GB/s that a node's expert kernels read, instead of the preset's.", show_default=False),
+        typer.Option(help="GB/s that a node's kernels read, not the preset's.", show_default=False),
     ] = None,
     link: Annotated[
-        float | None, typer.Option(help="A node's port, Gbit/s, instead of the preset's; 0: no limit.", show_default=False)
+        float | None,
+        typer.Option(help="A node's port, Gbit/s, not the preset's; 0: no limit.", show_default=False),
     ] = None,
     delay_us: Annotated[
         float | None,
