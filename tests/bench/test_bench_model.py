@@ -102,7 +102,7 @@ class Borrowed:
 def test_every_setting_is_measured_on_every_load(llm: LLM, demo_folder: Path) -> None:
     config = GridConfig("decode", (20, 40), 4, (1, 2), num_iters=2)
     settings = [
-        Setting(NAMES | {"draft": draft}, {"device": "cpu", "draft": draft}) for draft in ("off", "on")
+        Setting(NAMES | {"draft": draft}, {"device": "auto", "draft": draft}) for draft in ("off", "on")
     ]
     opened: list[dict[str, Any]] = []
 
@@ -137,7 +137,7 @@ def test_every_setting_is_measured_on_every_load(llm: LLM, demo_folder: Path) ->
 def test_other_replies_are_not_measured(llm: LLM, demo_folder: Path) -> None:
     config = GridConfig("decode", (20,), 4, (1,), num_iters=1)
     settings = [
-        Setting(NAMES | {"draft": draft}, {"device": "cpu", "draft": draft}) for draft in ("off", "on")
+        Setting(NAMES | {"draft": draft}, {"device": "auto", "draft": draft}) for draft in ("off", "on")
     ]
     wrong = measurement(
         demo_folder,

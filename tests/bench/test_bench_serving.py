@@ -149,8 +149,8 @@ def test_pieces_and_tokens_of_a_stream_are_counted() -> None:
     content = events(piece("a\u2028"), piece(""), ": ping", piece("ü"), piece("c", "length"), USAGE, "[DONE]")
 
     async def parts() -> AsyncIterator[bytes]:
-        for place in range(0, len(content), 7):
-            yield content[place : place + 7]
+        for place in range(len(content)):
+            yield content[place : place + 1]
 
     async def handler(request: httpx.Request) -> httpx.Response:
         asked.append(request)
@@ -294,6 +294,8 @@ def test_what_failed_is_counted_and_in_no_latency() -> None:
     assert found["total_tokens_per_s"] == pytest.approx((16 + 36) / result.seconds, rel=1e-3)
     assert (found["prompt_tokens"], found["cached_prompt_tokens"], found["pieces_per_reply"]) == (9, 2, 2)
     assert found["short_replies"] == 0
+    broken = Outcome(0.0, 9, 4, pieces=[1.0], end=2.0, error="a stream that broke off")
+    assert LoadResult(Load(math.inf), (broken,), 0.0).answered == []
 
 
 def test_a_run_finds_the_model_counts_words_and_warms_up() -> None:

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Seen well on white and on black.
-COLOURS = ("#3b82f6", "#e8710a", "#12a37f", "#c05fd6", "#d93f6e", "#8f8a2a", "#0ea5b7", "#8b6f5a")
+COLOURS = ("#3b82f6", "#e8710a", "#12a37f", "#c05fd6", "#d93f6e", "#8f8a2a", "#0ea5b7", "#8b6f5a", "#7a86a0")
 LINE_STYLES = ("-", "--", "-.", ":")
 # Drawn in this colour, and then in whatever the page's text has.
 _INK = "#010203"
-_WIDTH_INCHES, _HEIGHT_INCHES = 7.6, 4.2
+_WIDTH_INCHES = 10.0
 _STYLE = """
 :root { color-scheme: light dark; --line: #8886; --soft: #8882; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2em auto; padding: 0 1em;
@@ -52,10 +52,17 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture: what it shows in words, and the function that draws it."""
+    """A picture.
+
+    Args:
+        caption: What it shows, in words.
+        draw: Draws it; the legend is put beside it.
+        height_inches: Its height.
+    """
 
     caption: str
     draw: Callable[[Axes], None]
+    height_inches: float = 4.2
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ def render(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[Sect
         parts.append(f"<h2>{_escape(section.heading)}</h2>")
         parts += [f"<p>{_escape(line)}</p>" for line in section.text.splitlines()]
         for place, picture in enumerate(section.pictures):
-            svg = to_svg(picture.draw, f"p{number}x{place}-")
+            svg = to_svg(picture, f"p{number}x{place}-")
             parts.append(f"<figure>{svg}<figcaption>{_escape(picture.caption)}</figcaption></figure>")
         if section.table is not None:
             parts.append(_table(section.table))
@@ -119,11 +126,11 @@ def render(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[Sect
     )
 
 
-def to_svg(draw: Callable[[Axes], None], prefix: str) -> str:
+def to_svg(picture: Picture, prefix: str) -> str:
     """A picture as an ``svg`` element: text and axes in the page's colour, no ground of its own.
 
     Args:
-        draw: Draws on the axes it is given.
+        picture: What is drawn.
         prefix: Of every id in it, so that pictures of one page do not share them.
     """
     import matplotlib as mpl
@@ -134,15 +141,20 @@ def to_svg(draw: Callable[[Axes], None], prefix: str) -> str:
     settings: dict[str, Any] = dict.fromkeys(names, _INK) | {"svg.fonttype": "none", "svg.hashsalt": prefix}
     settings |= {"legend.framealpha": 0.0, "legend.fontsize": "small", "grid.color": "#888888"}
     with mpl.rc_context(settings):
-        figure = Figure(figsize=(_WIDTH_INCHES, _HEIGHT_INCHES), layout="constrained")
+        figure = Figure(figsize=(_WIDTH_INCHES, picture.height_inches), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
         axes.patch.set_visible(False)
         axes.set_prop_cycle(color=COLOURS)
         axes.grid(visible=True, alpha=0.3)
-        draw(axes)
+        picture.draw(axes)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend()
+            figure.legend(loc="outside right upper")
+        for axis in (axes.xaxis, axes.yaxis):
+            if axis.get_scale() == "log":  # 200 in place of 2 x 10^2
+                axis.set_major_formatter("{x:g}")
+                low, high = axis.get_view_interval()
+                axis.set_minor_formatter("{x:g}" if high < 20 * low else "")
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()

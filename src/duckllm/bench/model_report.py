@@ -99,8 +99,9 @@ def wire_words(run: GridRun) -> list[str]:
             if not gbit
             else (f"{gbit:g} Gbit/s: {1e3 * (ceiling.wire_s or 0):.3f} ms at least")
         )
+        count = line.info.num_workers
         words.append(
-            f"{line.info.num_workers} workers by {line.link.words}, {line.cell.batch_size} x "
+            f"{count} worker{'' if count == 1 else 's'} by {line.link.words}, {line.cell.batch_size} x "
             f"{line.cell.input_len} tokens: {ceiling.request_bytes / 1e3:.1f} kB of requests and "
             f"{ceiling.reply_bytes / 1e3:.1f} kB of replies a step ({rate})"
         )
@@ -221,14 +222,16 @@ def _speed_pictures(run: GridRun) -> list[Picture]:
                     color=COLOURS[number % len(COLOURS)],
                     linestyle=style,
                     marker=".",
-                    label=f"{name}, {percent}",
+                    label=name if percent == "p50" else None,
                 )
         _finish(axes, xlabel, "milliseconds", [x for _, lines in curves for x in _x(run, lines)])
 
     what = "Between two tokens of a reply" if run.config.what == "decode" else "To the first token"
     return [
         Picture("Tokens a second of all requests together: median, slowest and fastest round.", speed),
-        Picture(f"{what}: p50, p90 and p99 over all requests and rounds.", times),
+        Picture(
+            f"{what}: p50 (solid), p90 (dashed) and p99 (dash-dotted) over all requests and rounds.", times
+        ),
     ]
 
 
@@ -262,4 +265,7 @@ def _part_pictures(run: GridRun) -> list[Picture]:
         axes.invert_yaxis()
         axes.set(xlabel="milliseconds of a step, on the average")
 
-    return [Picture("Each load in each setting: the engine's own clocks.", parts)] if run.lines else []
+    height = 1.5 + 0.22 * len(run.lines)
+    return (
+        [Picture("Each load in each setting: the engine's own clocks.", parts, height)] if run.lines else []
+    )

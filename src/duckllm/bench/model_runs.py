@@ -18,6 +18,7 @@ from duckllm.bench.machine import available_memory_bytes, commit, cpu_name
 from duckllm.bench.model_samples import Sample, decode_once, prefill_once
 from duckllm.bench.token_ceilings import LinkFacts, MachineRates, StepCeiling, link_facts, step_ceiling
 from duckllm.config import available_cores
+from duckllm.device import find_device
 from duckllm.outputs import percentile
 
 if TYPE_CHECKING:
@@ -265,7 +266,7 @@ class GridMeasurement:
         """Whether all settings may be loaded at a time."""
         if len(self._settings) == 1 or any(each.uses_addresses for each in self._settings):
             return len(self._settings) == 1
-        if any(each.arguments.get("device", "cpu") != "cpu" for each in self._settings):
+        if any(find_device(each.arguments.get("device", "auto")).is_cuda for each in self._settings):
             return False
         host = sum(part.loaded_bytes for part in self._model.parts)
         each = host + self._model.expert_bytes("fp9", drafts=True) + self._cache_bytes()
