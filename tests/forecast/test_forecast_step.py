@@ -199,6 +199,22 @@ def test_lanes_hide_the_shorter_of_host_and_workers() -> None:
     assert made(replace(ONE, lanes=True)).parts_us == made().parts_us  # a single row is not cut
 
 
+def test_a_port_may_be_what_both_lanes_wait_for() -> None:
+    slow = replace(NODE, link_gbit_per_s=0.02)
+    laned = made(replace(ONE, batch=2, lanes=True), Flock(HOST, (slow,)))
+    whole = laned.step_us - laned.parts_us[STEP] - 100  # without the head
+    alone = (250 + 5 * (1000 * 100 * 4 / 10e3 + 11)) / 5
+    alone += 2 * 10 * 90_000 / 5e3 + 7 + 8.016 * WIRE_OVERHEAD * 8 / 0.02 + 50
+    both = 2 * 4.016 * WIRE_OVERHEAD * 8 / 0.02
+    dense = 2 * (250 / 5 + 1000 * 100 * 4 / 10e3 + 11)  # the layer without experts
+    assert whole == pytest.approx(4 * max(alone, both) + dense)
+    # Out of one port to many nodes, requests are what takes longest.
+    host = replace(HOST, link_gbit_per_s=0.02)
+    laned = made(replace(ONE, batch=2, lanes=True), Flock(host, (NODE,) * 4), (1,) * 4)
+    whole = laned.step_us - laned.parts_us[STEP] - 100
+    assert whole == pytest.approx(4 * 4 * both + dense)
+
+
 def test_lanes_gain_nothing_where_host_and_workers_are_the_same_cores() -> None:
     machines = {"m": Machine(1, 10.0)}
     host, here = replace(HOST, machine="m"), replace(NODE, machine="m")

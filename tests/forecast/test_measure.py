@@ -92,6 +92,8 @@ def test_what_was_put_into_times_comes_out_of_them() -> None:
     assert [node.read_gb_per_s for node in flock.nodes] == [10.0] * 3
     assert flock.machines["here"].read_gb_per_s == 18.0
     assert MANY == 8
+    assert probes.flock(1, 0.0).host.read_gb_per_s == 11.0  # the fastest
+    assert probes.coefficients(0.0).expert_share[f"{isa} fp9"] == pytest.approx(8 / 11)
 
 
 def test_the_kernels_line_has_a_slope_and_what_is_left() -> None:

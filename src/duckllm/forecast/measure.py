@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 HERE = "here"
 SHORT_CONTEXT, LONG_CONTEXT, MANY = 32, 1536, 8
 MEDIAN = 0.5
+_KERNEL_SAMPLES = 8  # of a round; a sample is a few steps
 _KERNEL_BYTES, _FIRST_TOKEN, _LAST_TOKEN = 384 << 20, 10, 8000
 _LEAST_SHARE, _MOST_SHARE = 0.01, 1.5
 # Of a step's parts, those of the host beside attention's reading of the cache.
@@ -125,8 +126,9 @@ class KernelProbe:
 
     def sample(self) -> None:
         """Times a few steps of each."""
-        for step in self._steps.values():
-            step.sample()
+        for _ in range(_KERNEL_SAMPLES):
+            for step in self._steps.values():
+                step.sample()
 
     def line(self, share: float = MEDIAN) -> tuple[float, float]:
         """GB/s of its bytes, and microseconds of a step beside them, by a quantile of the times."""
