@@ -104,17 +104,16 @@ def test_what_is_cached_is_computed_again_for_them_and_for_nobody_else(
 def test_nobody_is_waited_for_to_compute_a_common_beginning(
     model: CausalLM, expected: PromptLogprobs
 ) -> None:
-    """The other one takes six steps for it; what it has is of no use here."""
-    engine = make_engine(model, step=16)
-    first, second = asking(engine, prompt_logprobs=None), asking(engine)
-    engine.add(first)
-    engine.add(second)
-    engine.step()
-    engine.step()
-    engine.step()
-    assert second.num_computed_tokens > 0
-    list(engine.run(second))
-    assert second.prompt_logprobs == expected
+    """What another one is about to compute would be of no use here; who asks for less waits for it."""
+    for asks, num_computed in ((NUM_TOP, 64 - len(PROMPT)), (None, 0)):
+        engine = make_engine(model, step=64)
+        first, second = asking(engine, prompt_logprobs=None), asking(engine, prompt_logprobs=asks)
+        engine.add(first)
+        engine.add(second)
+        engine.step()
+        assert second.num_computed_tokens == num_computed
+        list(engine.run(second))
+        assert second.prompt_logprobs == (expected if asks else None)
 
 
 def test_who_loses_its_pages_goes_on_where_it_was(
