@@ -12,8 +12,8 @@ import pytest
 # ARCHITECTURE.md, section 3: imports point down this list only.
 ORDER = [
     "__main__", "cli", "server", "doctor", "simulate", "forecast", "bench", "llm", "conversation", "plan",
-    "assembly", "engine", "models", "layers", "kernels", "moe", "transport", "worker", "cluster", "weights",
-    "demo", "text", "outputs", "sampling_params", "device", "config", "prefill", "errors",
+    "tracing", "assembly", "engine", "models", "layers", "kernels", "moe", "transport", "worker", "cluster",
+    "weights", "demo", "text", "outputs", "sampling_params", "device", "config", "prefill", "errors",
 ]  # fmt: skip
 LEAVES = {
     "text",

@@ -45,7 +45,7 @@ struct Step {
                               out.data());
     uint8_t* at = out.data() + wire::kFrameHeaderBytes;
     wire::encode_step_request_header(header, at);
-    at += wire::kStepHeaderBytes;
+    at += wire::kStepRequestHeaderBytes;
     for (const auto& [data, bytes] : {std::pair<const void*, size_t>{ids.data(), 4 * ids.size()},
                                       {weights.data(), 4 * weights.size()},
                                       {x.data(), 4 * x.size()}}) {

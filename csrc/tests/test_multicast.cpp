@@ -503,10 +503,10 @@ void a_request_that_comes_both_ways() {
     const Bytes data = datagram(ear.session, 100, frame, index);
     CHECK(::send(ear.fd, data.data(), data.size(), 0) > 0);
   }
-  Bytes reply(wire::kFrameHeaderBytes + wire::kStepHeaderBytes + 4 * step.x.size());
+  Bytes reply(wire::kFrameHeaderBytes + wire::kStepReplyHeaderBytes + 4 * step.x.size());
   CHECK(::recv(worker.fd, reply.data(), reply.size(), MSG_WAITALL) == static_cast<ssize_t>(reply.size()));
   const std::vector<float> expected = worker.expected(step);
-  CHECK(std::memcmp(reply.data() + wire::kFrameHeaderBytes + wire::kStepHeaderBytes, expected.data(),
+  CHECK(std::memcmp(reply.data() + wire::kFrameHeaderBytes + wire::kStepReplyHeaderBytes, expected.data(),
                     4 * expected.size()) == 0);
   worker.send(frame);
   CHECK(worker.finish(true).empty());

@@ -41,7 +41,7 @@ void check_replies(Worker& worker, const std::vector<uint8_t>& received, const s
   for (size_t i = 0; i < steps.size(); ++i) {
     const std::vector<float> y = worker.expected(steps[i]);
     CHECK(std::any_of(y.begin(), y.end(), [](float value) { return value != 0.0f; }));
-    const size_t body = wire::kFrameHeaderBytes + wire::kStepHeaderBytes;
+    const size_t body = wire::kFrameHeaderBytes + wire::kStepReplyHeaderBytes;
     if (received.size() < at + body + 4 * y.size()) {
       CHECK(!"a reply is missing");
       return;

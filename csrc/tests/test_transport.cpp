@@ -55,13 +55,13 @@ void serve(int fd, int worker, int steps) {
     reply.lane = request.lane;
     reply.num_tokens = request.num_tokens;
     const size_t values = size_t{request.num_tokens} * kHidden;
-    const auto* x = reinterpret_cast<const float*>(payload.data() + wire::kStepHeaderBytes +
+    const auto* x = reinterpret_cast<const float*>(payload.data() + wire::kStepRequestHeaderBytes +
                                                    size_t{request.num_tokens} * request.top_k * 8);
-    std::vector<uint8_t> out(wire::kFrameHeaderBytes + wire::kStepHeaderBytes + 4 * values);
+    std::vector<uint8_t> out(wire::kFrameHeaderBytes + wire::kStepReplyHeaderBytes + 4 * values);
     const auto payload_bytes = static_cast<uint32_t>(wire::step_reply_bytes(reply, kHidden));
     wire::encode_frame_header({wire::FrameType::kStepReply, payload_bytes, frame.sequence}, out.data());
     wire::encode_step_reply_header(reply, out.data() + wire::kFrameHeaderBytes);
-    auto* y = reinterpret_cast<float*>(out.data() + wire::kFrameHeaderBytes + wire::kStepHeaderBytes);
+    auto* y = reinterpret_cast<float*>(out.data() + wire::kFrameHeaderBytes + wire::kStepReplyHeaderBytes);
     for (size_t i = 0; i < values; ++i) y[i] = static_cast<float>(worker + 1) * x[i];
     if (!write_exactly(fd, out)) break;
   }
@@ -233,7 +233,7 @@ void late_answers() {
     const uint64_t ticket = flock.submit(x);
     CHECK(flock.transport->wait_some(ticket, 20, late));
     CHECK(late == std::vector<size_t>{1});
-    std::vector<uint8_t> reply(wire::kFrameHeaderBytes + wire::kStepHeaderBytes + 4 * x.size());
+    std::vector<uint8_t> reply(wire::kFrameHeaderBytes + wire::kStepReplyHeaderBytes + 4 * x.size());
     wire::StepReplyHeader header;
     header.layer = 7;
     header.num_tokens = 1;

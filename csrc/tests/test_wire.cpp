@@ -21,7 +21,7 @@ void round_trips() {
   CHECK(header.type == FrameType::kHello && header.payload_bytes == 77);
   CHECK(header.sequence == 0x8000000000000001u);
 
-  uint8_t step[kStepHeaderBytes];
+  uint8_t step[kStepRequestHeaderBytes];
   encode_step_request_header(
       {0xfffffffe, 0xfffffffd, 0xfffc, 0xfffb, ActivationType::kBf16, ActivationType::kF32}, step);
   const StepRequestHeader request = decode_step_request_header(step);
@@ -34,8 +34,16 @@ void round_trips() {
 
   StepReplyHeader reply;
   reply.num_tokens = 3;
+  reply.idle_since_ns = 0xfffffffffffffffa;
+  reply.started_ns = 0xfffffffffffffff9;
+  reply.finished_ns = 0xfffffffffffffff8;
   reply.reply_type = ActivationType::kBf16;
-  CHECK(step_reply_bytes(reply, 5) == 16 + 3 * 5 * 2);
+  uint8_t bytes[kStepReplyHeaderBytes];
+  encode_step_reply_header(reply, bytes);
+  const StepReplyHeader again = decode_step_reply_header(bytes);
+  CHECK(again.idle_since_ns == 0xfffffffffffffffa && again.started_ns == 0xfffffffffffffff9);
+  CHECK(again.finished_ns == 0xfffffffffffffff8);
+  CHECK(step_reply_bytes(reply, 5) == 40 + 3 * 5 * 2);
 }
 
 // Allocated to the byte, so that AddressSanitizer sees a read beyond the end.
@@ -64,9 +72,10 @@ void any_bytes() {
         CHECK(decoded.payload_bytes <= payload_limits(decoded.type).max_bytes);
       },
       header);
-  const uint8_t step[kStepHeaderBytes] = {};
-  decode_random<kStepHeaderBytes>([](const uint8_t* bytes) { decode_step_request_header(bytes); }, step);
-  decode_random<kStepHeaderBytes>([](const uint8_t* bytes) { decode_step_reply_header(bytes); }, step);
+  const uint8_t step[kStepReplyHeaderBytes] = {};
+  decode_random<kStepRequestHeaderBytes>([](const uint8_t* bytes) { decode_step_request_header(bytes); },
+                                         step);
+  decode_random<kStepReplyHeaderBytes>([](const uint8_t* bytes) { decode_step_reply_header(bytes); }, step);
   const uint8_t auth[kAuthPayloadBytes] = {};
   decode_random<kAuthPayloadBytes>([](const uint8_t* bytes) { decode_auth_payload(bytes); }, auth);
 }

@@ -7,12 +7,14 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string_view>
 #include <tuple>
 
 #include "transport/py_transport.h"
+#include "transport/step_trace.h"
 #include "transport/transport.h"
 
 namespace nb = nanobind;
@@ -121,6 +123,48 @@ void bind_transport(nb::module_& m) {
       .def_ro("compute_us", &LayerTimes::compute_us)
       .def_ro("round_trip_us", &LayerTimes::round_trip_us)
       .def_ro("wait_us", &LayerTimes::wait_us);
+
+  nb::class_<StepTrace>(m, "StepTrace", "Moments of steps, kept until they are drained as trace events.")
+      .def(nb::init<size_t>(), nb::arg("capacity_bytes"))
+      .def_prop_ro("pending_bytes", &StepTrace::pending_bytes, "Bytes of records that wait to be drained.")
+      .def_prop_ro("capacity_bytes", &StepTrace::capacity_bytes, "Room for such bytes.")
+      .def_prop_ro("num_dropped", &StepTrace::num_dropped, "Steps that there was no room for, so far.")
+      .def(
+          "record_engine",
+          [](StepTrace& self, uint64_t end_ns, double seconds, uint64_t prompt_tokens, uint64_t decode_tokens,
+             uint64_t new_tokens, double attention_s, double dense_s, double dispatch_s, double wait_s,
+             double combine_s, double head_s, double sampling_s, double device_s, double draft_s) {
+            const auto ns = [](double s) {
+              return s > 0 ? static_cast<uint64_t>(std::min(s, 1e9) * 1e9) : uint64_t{0};
+            };
+            const uint64_t took_ns = std::min(ns(seconds), end_ns);
+            return self.record_engine(
+                {end_ns - took_ns,
+                 end_ns,
+                 prompt_tokens,
+                 decode_tokens,
+                 new_tokens,
+                 {ns(attention_s), ns(dense_s), ns(dispatch_s), ns(wait_s), ns(combine_s), ns(head_s),
+                  ns(sampling_s), ns(device_s), ns(draft_s)}});
+          },
+          nb::arg("end_ns"), nb::arg("seconds"), nb::arg("prompt_tokens"), nb::arg("decode_tokens"),
+          nb::arg("new_tokens"), nb::arg("attention_s"), nb::arg("dense_s"), nb::arg("dispatch_s"),
+          nb::arg("wait_s"), nb::arg("combine_s"), nb::arg("head_s"), nb::arg("sampling_s"),
+          nb::arg("device_s"), nb::arg("draft_s"),
+          "Notes a step of the engine and the seconds of its parts; bytes that wait to be drained then.")
+      .def(
+          "drain",
+          [](StepTrace& self, uint64_t origin_ns) {
+            std::string text;
+            {
+              nb::gil_scoped_release release;
+              text = self.drain(origin_ns);
+            }
+            return nb::bytes(text.data(), text.size());
+          },
+          nb::arg("origin_ns"),
+          "Trace events in JSON, each with a comma and a line break before it; microseconds from origin_ns "
+          "on.");
 
   nb::class_<PyTransport>(m, "Transport", "Steps to every worker, partial sums back, added in worker order.")
       .def(
@@ -236,6 +280,13 @@ void bind_transport(nb::module_& m) {
           },
           nb::call_guard<nb::gil_scoped_release>(),
           "(CPU ns, wall ns, times) of packing, sending, sleeping, receiving, combining since then.")
+      .def(
+          "set_trace",
+          [](PyTransport& self, std::shared_ptr<StepTrace> trace) {
+            self.native().set_trace(std::move(trace));
+          },
+          nb::arg("trace").none(), nb::call_guard<nb::gil_scoped_release>(),
+          "Notes every step from now on; None ends it.")
       .def(
           "close", [](PyTransport& self) { self.native().close(); }, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro(

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "transport/clock_offset.h"
 #include "transport/step_times.h"
 #include "transport/transport.h"
 #include "wire/frame.h"
@@ -16,7 +17,8 @@
 
 namespace duck {
 
-constexpr size_t kStepHeadBytes = wire::kFrameHeaderBytes + wire::kStepHeaderBytes;
+constexpr size_t kRequestHeadBytes = wire::kFrameHeaderBytes + wire::kStepRequestHeaderBytes;
+constexpr size_t kReplyHeadBytes = wire::kFrameHeaderBytes + wire::kStepReplyHeaderBytes;
 constexpr size_t kMaxHeadBytes = wire::kFrameHeaderBytes + wire::kErrorCodeBytes + wire::kMaxErrorTextBytes;
 constexpr size_t kDropChunkBytes = 64 * 1024;
 
@@ -25,6 +27,7 @@ struct Transport::Step {
   uint32_t layer = 0;
   uint16_t lane = 0;
   uint32_t num_tokens = 0;
+  uint32_t top_k = 0;
   std::vector<uint8_t> request;            // the whole frame, kept until every worker has answered it
   size_t request_bytes = 0;                // of it; the vector may be larger
   wire::Deadline deadline = wire::kNever;  // of the answers, from the first wait on
@@ -35,6 +38,7 @@ struct Transport::Step {
   std::vector<StepTimes::Answer> answers;        // one a worker
   wire::Clock::time_point submitted;
   wire::Clock::time_point waited_from;  // first; the deadline counts from then on
+  wire::Clock::time_point dispatched;   // submit() gave it back to the host
   bool sent_again = false;              // to another worker: its times tell nothing
   // By multicast: to whom, who has asked for what did not come, and how far it has gone out.
   std::vector<uint8_t> by_multicast;  // one a worker
@@ -54,6 +58,8 @@ struct Transport::Message {
   size_t offset = 0;
   size_t bytes = 0;
 
+  bool is_request() const { return step != nullptr && head_bytes == 0; }
+
   wire::TwoParts parts() const {
     const uint8_t* request = step == nullptr ? nullptr : step->request.data() + offset;
     if (head_bytes == 0) return {request, bytes, nullptr, 0};
@@ -68,13 +74,14 @@ struct Transport::Link {
   std::string lost_because;
   std::deque<Message> unsent;  // of which the first may be half sent
   size_t sent_bytes = 0;       // of the first
+  ClockOffset clock;           // the worker's
   size_t multicast_bytes = 0;  // what the worker's buffer holds of datagrams; 0: requests over its connection
   uint32_t heard_nothing = 0;  // steps in a row of which no datagram reached it
   uint64_t num_asked = 0;      // fragments that it asked for
   // The frame being received: its head (or a whole ERROR frame), then its body.
   uint8_t head[kMaxHeadBytes] = {};
   size_t head_bytes = 0;
-  size_t head_wanted_bytes = kStepHeadBytes;
+  size_t head_wanted_bytes = kReplyHeadBytes;
   wire::StepReplyHeader reply;
   uint64_t sequence = 0;
   bool in_body = false;
@@ -91,7 +98,7 @@ struct Transport::Link {
 
   void next_frame() {
     head_bytes = 0;
-    head_wanted_bytes = kStepHeadBytes;
+    head_wanted_bytes = kReplyHeadBytes;
     in_body = false;
     step = nullptr;
   }

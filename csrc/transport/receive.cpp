@@ -12,7 +12,7 @@ using wire::FrameType;
 using wire::IoResult;
 using wire::IoState;
 using wire::kFrameHeaderBytes;
-using wire::kStepHeaderBytes;
+using wire::kStepReplyHeaderBytes;
 using wire::WireError;
 
 std::string expected_got(const std::string& field, uint64_t got, uint64_t expected) {
@@ -40,7 +40,7 @@ void Transport::receive_from(size_t worker, const Step* until) {
     }
     wire::TwoRooms rooms{out, bytes, nullptr, 0};
     // Along with a head comes the body of the reply that is due, put where it belongs.
-    Step* due = !link.in_body && link.head_wanted_bytes == kStepHeadBytes ? expected_from(worker) : nullptr;
+    Step* due = !link.in_body && link.head_wanted_bytes == kReplyHeadBytes ? expected_from(worker) : nullptr;
     if (due != nullptr) {
       rooms.second = body_room(link, *due, worker);
       rooms.second_bytes = body_bytes(*due);
@@ -100,10 +100,10 @@ bool Transport::advance(size_t worker) {
         wire::ErrorCode::kProtocol,
         std::string("frame type: got ") + wire::frame_type_name(frame.type) + ", expected STEP_REPLY");
   }
-  if (link.head_bytes < kStepHeadBytes) return false;
+  if (link.head_bytes < kReplyHeadBytes) return false;
   link.reply = wire::decode_step_reply_header(link.head + kFrameHeaderBytes);
   link.sequence = frame.sequence;
-  link.body_bytes = frame.payload_bytes - kStepHeaderBytes;
+  link.body_bytes = frame.payload_bytes - kStepReplyHeaderBytes;
   begin_body(worker);
   return true;
 }
@@ -132,7 +132,7 @@ void Transport::begin_body(size_t worker) {
   check("reply tokens", link.reply.num_tokens, step->num_tokens);
   check("reply dtype", static_cast<uint64_t>(link.reply.reply_type),
         static_cast<uint64_t>(config_.reply_type));
-  check("STEP_REPLY payload bytes", kStepHeaderBytes + link.body_bytes,
+  check("STEP_REPLY payload bytes", kStepReplyHeaderBytes + link.body_bytes,
         wire::step_reply_bytes(link.reply, config_.hidden_size));
   link.body = body_room(link, *step, worker);
 }
@@ -174,7 +174,12 @@ void Transport::finish_body(Link& link, size_t worker) {
       wire::decode_bf16(link.scratch.data(), values, step->partial_sums[worker].data());
     }
     step->arrived[worker] = 1;
-    step->answers[worker] = {wire::Clock::now(), link.reply.compute_us};
+    StepTimes::Answer& answer = step->answers[worker];
+    answer.arrived = wire::Clock::now();
+    answer.compute_us = link.reply.compute_us;
+    answer.idle_since_ns = link.reply.idle_since_ns;
+    answer.started_ns = link.reply.started_ns;
+    answer.finished_ns = link.reply.finished_ns;
     if (step->by_multicast[worker] && !step->asked[worker]) link.heard_nothing = 0;
     --step->missing;
   }

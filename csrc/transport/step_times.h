@@ -29,6 +29,9 @@ class StepTimes {
   struct Answer {
     wire::Clock::time_point arrived;
     uint32_t compute_us = 0;
+    wire::Clock::time_point sent_from = {};  // its request began to leave then
+    // The worker's own clock, csrc/wire/frame.h.
+    uint64_t idle_since_ns = 0, started_ns = 0, finished_ns = 0;
   };
 
   void record(uint32_t layer, uint32_t num_tokens, wire::Clock::time_point submitted,

@@ -27,6 +27,11 @@ void check_range(const char* field, uint64_t got, uint64_t most) {
                               std::to_string(most));
 }
 
+uint64_t clock_ns(Clock::time_point moment) {
+  return static_cast<uint64_t>(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(moment.time_since_epoch()).count());
+}
+
 }  // namespace
 
 Transport::Transport(std::vector<Peer> peers, const TransportConfig& config,
@@ -64,6 +69,7 @@ void Transport::connect(Link& link, Peer peer) {
   link.stream = wire::Stream(peer.fd, std::move(peer.memory));
   link.multicast_bytes = multicast_ == nullptr ? 0 : peer.multicast_bytes;
   link.heard_nothing = 0;
+  link.clock.reset();
   wire::set_connection_options(peer.fd);
 }
 
@@ -75,6 +81,7 @@ uint64_t Transport::submit(uint32_t layer, uint16_t lane, uint32_t num_tokens, u
   check_range("step tokens", num_tokens, config_.max_step_tokens);
   check_range("step top_k", top_k, config_.top_k);
   const std::shared_ptr<Step> step = new_step(layer, lane, num_tokens);
+  step->top_k = top_k;
 
   StepRequestHeader header;
   header.layer = layer;
@@ -93,12 +100,12 @@ uint64_t Transport::submit(uint32_t layer, uint16_t lane, uint32_t num_tokens, u
   wire::encode_frame_header({FrameType::kStepRequest, static_cast<uint32_t>(payload_bytes), step->sequence},
                             out);
   wire::encode_step_request_header(header, out + kFrameHeaderBytes);
-  std::memcpy(out + kStepHeadBytes, topk_ids, list_bytes);
-  std::memcpy(out + kStepHeadBytes + list_bytes, topk_weights, list_bytes);
+  std::memcpy(out + kRequestHeadBytes, topk_ids, list_bytes);
+  std::memcpy(out + kRequestHeadBytes + list_bytes, topk_weights, list_bytes);
   if (config_.x_type == ActivationType::kBf16) {
-    wire::encode_bf16(x, values, out + kStepHeadBytes + 2 * list_bytes);
+    wire::encode_bf16(x, values, out + kRequestHeadBytes + 2 * list_bytes);
   } else {
-    std::memcpy(out + kStepHeadBytes + 2 * list_bytes, x, 4 * values);
+    std::memcpy(out + kRequestHeadBytes + 2 * list_bytes, x, 4 * values);
   }
   host_time_.lap(HostTime::kPack);
   begin_multicast(step);
@@ -106,6 +113,7 @@ uint64_t Transport::submit(uint32_t layer, uint16_t lane, uint32_t num_tokens, u
     if (!step->by_multicast[worker]) send_request(worker, step);
   }
   send_until(wire::deadline_after_ms(config_.submit_timeout_ms));
+  if (trace_ != nullptr) step->dispatched = Clock::now();
   return step->sequence;
 }
 
@@ -170,6 +178,9 @@ void Transport::send_to(size_t worker) {
   Link& link = *links_[worker];
   while (!link.unsent.empty()) {
     const wire::TwoParts message = link.unsent.front().parts();
+    if (trace_ != nullptr && link.unsent.front().is_request() && link.sent_bytes == 0) {
+      link.unsent.front().step->answers[worker].sent_from = Clock::now();
+    }
     const IoResult result = link.stream.send(message, link.sent_bytes);
     if (result.state == IoState::kWouldWait) return;
     if (result.state == IoState::kFailed) {
@@ -210,8 +221,44 @@ void Transport::take_sum(const Step& step, float* sum) {
   }
   if (!step.sent_again) {
     times_.record(step.layer, step.num_tokens, step.submitted, step.waited_from, step.answers);
+    if (trace_ != nullptr) trace_step(step);
   }
   forget(step.sequence);
+}
+
+// Of a step that was sent to each worker once, before it is forgotten.
+void Transport::trace_step(const Step& step) {
+  moments_.assign(links_.size(), {});
+  const uint64_t submitted_ns = clock_ns(step.submitted);
+  for (size_t worker = 0; worker < links_.size(); ++worker) {
+    const StepTimes::Answer& answer = step.answers[worker];
+    WorkerMoments& at = moments_[worker];
+    at.taken_ns = clock_ns(answer.arrived);
+    // By multicast a request leaves for everybody at once.
+    const uint64_t sent_ns = std::max(submitted_ns, clock_ns(answer.sent_from));
+    ClockOffset& clock = links_[worker]->clock;
+    clock.add(sent_ns, answer.started_ns, answer.finished_ns, at.taken_ns);
+    if (!clock.known()) continue;
+    at.error_ns = clock.error_at(at.taken_ns);
+    at.free_ns = std::max(sent_ns, clock.to_host(answer.idle_since_ns));
+    at.started_ns = clock.to_host(answer.started_ns);
+    at.finished_ns = clock.to_host(answer.finished_ns);
+  }
+  const StepMoments moments{step.sequence,
+                            step.layer,
+                            step.num_tokens,
+                            step.lane,
+                            submitted_ns,
+                            std::max(submitted_ns, clock_ns(step.dispatched)),
+                            clock_ns(step.waited_from),
+                            clock_ns(Clock::now())};
+  trace_->record(moments, moments_, reinterpret_cast<const int32_t*>(step.request.data() + kRequestHeadBytes),
+                 size_t{step.num_tokens} * step.top_k);
+}
+
+void Transport::set_trace(std::shared_ptr<StepTrace> trace) {
+  const std::lock_guard lock(mutex_);
+  trace_ = std::move(trace);
 }
 
 std::vector<size_t> Transport::late() const {
@@ -431,6 +478,7 @@ void Transport::replace(size_t worker, Peer peer) {
   lose(worker, "another took its place");
   Link& link = *links_[worker];
   connect(link, std::move(peer));
+  if (trace_ != nullptr) trace_->record_replaced(worker, clock_ns(Clock::now()));
   for (const auto& step : in_flight_) {
     step->deadline = wire::kNever;
     step->sent_again = true;

@@ -28,6 +28,7 @@
 #include "transport/host_time.h"
 #include "transport/multicast_sender.h"
 #include "transport/step_times.h"
+#include "transport/step_trace.h"
 #include "wire/frame.h"
 #include "wire/stream.h"
 
@@ -146,6 +147,9 @@ class Transport {
   void measure_host_time(bool on);
   std::array<HostTime::Spent, HostTime::kNumParts> host_time() const;
 
+  // Notes every step from now on; nullptr ends it.
+  void set_trace(std::shared_ptr<StepTrace> trace);
+
   // Says CLOSE to every worker and closes the sockets. Does nothing the second time.
   void close();
   bool closed() const;
@@ -169,6 +173,7 @@ class Transport {
   bool sleep(const Step* step, wire::Deadline until);
   void take_sum(const Step& step, float* sum);
   void add_in_order(Step& step) const;
+  void trace_step(const Step& step);
   void send_until(wire::Deadline until);
   void send_to(size_t worker);
   void begin_multicast(const std::shared_ptr<Step>& step);
@@ -200,6 +205,8 @@ class Transport {
   std::vector<uint32_t> last_compute_us_;
   StepTimes times_;
   HostTime host_time_;
+  std::shared_ptr<StepTrace> trace_;
+  std::vector<WorkerMoments> moments_;  // of trace_step()
   uint64_t last_sequence_ = 0;
   bool closed_ = false;
 };

@@ -109,7 +109,8 @@ void bind_multicast(nb::module_& m) {
 void bind_wire(nb::module_& m) {
   m.attr("PROTOCOL_VERSION") = kProtocolVersion;
   m.attr("FRAME_HEADER_BYTES") = kFrameHeaderBytes;
-  m.attr("STEP_HEADER_BYTES") = kStepHeaderBytes;
+  m.attr("STEP_REQUEST_HEADER_BYTES") = kStepRequestHeaderBytes;
+  m.attr("STEP_REPLY_HEADER_BYTES") = kStepReplyHeaderBytes;
   m.attr("NONCE_BYTES") = kNonceBytes;
   m.attr("SHARD_HEADER_BYTES") = kShardHeaderBytes;
   m.attr("MAX_SHARD_PIECE_BYTES") = kMaxShardPieceBytes;
@@ -186,7 +187,7 @@ void bind_wire(nb::module_& m) {
   m.def(
       "encode_step_request_header",
       [](uint32_t layer, uint32_t num_tokens, uint16_t top_k, uint16_t lane, bool x_bf16, bool reply_bf16) {
-        uint8_t out[kStepHeaderBytes];
+        uint8_t out[kStepRequestHeaderBytes];
         encode_step_request_header({layer, num_tokens, top_k, lane, static_cast<ActivationType>(x_bf16),
                                     static_cast<ActivationType>(reply_bf16)},
                                    out);
@@ -199,21 +200,33 @@ void bind_wire(nb::module_& m) {
       "decode_step_reply_header",
       [](const nb::bytes& data) {
         const StepReplyHeader header =
-            decode_step_reply_header(checked(data, kStepHeaderBytes, "step reply header"));
+            decode_step_reply_header(checked(data, kStepReplyHeaderBytes, "step reply header"));
         return std::tuple(header.layer, header.num_tokens, header.compute_us, header.lane,
                           header.reply_type == ActivationType::kBf16);
       },
       nb::arg("data"), "(layer, num_tokens, compute_us, lane, reply_bf16); raises WireError.");
   m.def(
       "encode_step_reply_header",
-      [](uint32_t layer, uint32_t num_tokens, uint32_t compute_us, uint16_t lane, bool reply_bf16) {
-        uint8_t out[kStepHeaderBytes];
+      [](uint32_t layer, uint32_t num_tokens, uint32_t compute_us, uint16_t lane, bool reply_bf16,
+         uint64_t idle_since_ns, uint64_t started_ns, uint64_t finished_ns) {
+        uint8_t out[kStepReplyHeaderBytes];
         encode_step_reply_header(
-            {layer, num_tokens, compute_us, lane, static_cast<ActivationType>(reply_bf16), 0}, out);
+            {layer, num_tokens, compute_us, lane, static_cast<ActivationType>(reply_bf16), 0, idle_since_ns,
+             started_ns, finished_ns},
+            out);
         return nb::bytes(reinterpret_cast<const char*>(out), sizeof(out));
       },
       nb::arg("layer"), nb::arg("num_tokens"), nb::arg("compute_us") = 0, nb::arg("lane") = 0,
-      nb::arg("reply_bf16") = false, "The first 16 payload bytes of a STEP_REPLY.");
+      nb::arg("reply_bf16") = false, nb::arg("idle_since_ns") = 0, nb::arg("started_ns") = 0,
+      nb::arg("finished_ns") = 0, "The first 40 payload bytes of a STEP_REPLY.");
+  m.def(
+      "decode_step_reply_times",
+      [](const nb::bytes& data) {
+        const StepReplyHeader header =
+            decode_step_reply_header(checked(data, kStepReplyHeaderBytes, "step reply header"));
+        return std::tuple(header.idle_since_ns, header.started_ns, header.finished_ns);
+      },
+      nb::arg("data"), "(idle_since_ns, started_ns, finished_ns) of the worker's clock; raises WireError.");
   m.def(
       "encode_error_frame",
       [](ErrorCode code, const std::string& text) {

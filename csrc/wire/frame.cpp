@@ -40,8 +40,9 @@ PayloadLimits payload_limits(FrameType type) {
     case FrameType::kError:
       return {kErrorCodeBytes, kErrorCodeBytes + kMaxErrorTextBytes};
     case FrameType::kStepRequest:
+      return {kStepRequestHeaderBytes, kMaxStepPayloadBytes};
     case FrameType::kStepReply:
-      return {kStepHeaderBytes, kMaxStepPayloadBytes};
+      return {kStepReplyHeaderBytes, kMaxStepPayloadBytes};
     case FrameType::kClose:
       return {0, 0};
     case FrameType::kFetch:
@@ -162,6 +163,9 @@ void encode_step_reply_header(const StepReplyHeader& header, uint8_t* out) {
   put<uint16_t>(out + 12, header.lane);
   put<uint8_t>(out + 14, static_cast<uint8_t>(header.reply_type));
   put<uint8_t>(out + 15, header.status);
+  put<uint64_t>(out + 16, header.idle_since_ns);
+  put<uint64_t>(out + 24, header.started_ns);
+  put<uint64_t>(out + 32, header.finished_ns);
 }
 
 StepReplyHeader decode_step_reply_header(const uint8_t* in) {
@@ -172,18 +176,22 @@ StepReplyHeader decode_step_reply_header(const uint8_t* in) {
   header.lane = get<uint16_t>(in + 12);
   header.reply_type = activation_type(in[14], "reply dtype");
   header.status = in[15];
+  header.idle_since_ns = get<uint64_t>(in + 16);
+  header.started_ns = get<uint64_t>(in + 24);
+  header.finished_ns = get<uint64_t>(in + 32);
   if (header.status != 0) refuse("step status", header.status, "0");
   return header;
 }
 
 uint64_t step_request_bytes(const StepRequestHeader& header, uint32_t hidden_size) {
   const uint64_t tokens = header.num_tokens;
-  return kStepHeaderBytes + tokens * header.top_k * 8 +
+  return kStepRequestHeaderBytes + tokens * header.top_k * 8 +
          tokens * hidden_size * activation_bytes(header.x_type);
 }
 
 uint64_t step_reply_bytes(const StepReplyHeader& header, uint32_t hidden_size) {
-  return kStepHeaderBytes + uint64_t{header.num_tokens} * hidden_size * activation_bytes(header.reply_type);
+  return kStepReplyHeaderBytes +
+         uint64_t{header.num_tokens} * hidden_size * activation_bytes(header.reply_type);
 }
 
 std::vector<uint8_t> encode_error_frame(ErrorCode code, std::string_view text) {

@@ -16,9 +16,10 @@
 namespace duck::wire {
 
 inline constexpr uint32_t kMagic = 0x4b435544;  // the bytes "DUCK"
-inline constexpr uint16_t kProtocolVersion = 3;
+inline constexpr uint16_t kProtocolVersion = 4;
 inline constexpr size_t kFrameHeaderBytes = 24;
-inline constexpr size_t kStepHeaderBytes = 16;  // of a request, and of a reply
+inline constexpr size_t kStepRequestHeaderBytes = 16;
+inline constexpr size_t kStepReplyHeaderBytes = 40;
 inline constexpr size_t kNonceBytes = 32;
 inline constexpr size_t kErrorCodeBytes = 4;
 inline constexpr size_t kMaxErrorTextBytes = 4092;
@@ -114,6 +115,10 @@ struct StepReplyHeader {
   uint16_t lane = 0;
   ActivationType reply_type = ActivationType::kF32;
   uint8_t status = 0;  // 0: y follows; no other value is defined
+  // The worker's monotonic clock, nanoseconds from a moment of its own.
+  uint64_t idle_since_ns = 0;  // it had handed its last answer over, or begun its session
+  uint64_t started_ns = 0;     // it had the whole request, and began to compute
+  uint64_t finished_ns = 0;    // it had the sums
 };
 void encode_step_reply_header(const StepReplyHeader& header, uint8_t* out);
 StepReplyHeader decode_step_reply_header(const uint8_t* in);  // throws WireError

@@ -19,7 +19,7 @@ using wire::WireError;
 constexpr size_t kBatch = 32;
 constexpr int kMaxBatches = 8;  // in one receive(): a flood must not keep the connection from being read
 constexpr uint64_t kWindow = 64;
-constexpr uint64_t kMinFrameBytes = wire::kFrameHeaderBytes + wire::kStepHeaderBytes;
+constexpr uint64_t kMinFrameBytes = wire::kFrameHeaderBytes + wire::kStepRequestHeaderBytes;
 
 }  // namespace
 

@@ -27,6 +27,11 @@ void check_range(const char* field, uint64_t got, uint64_t most) {
   if (got < 1 || got > most) refuse(field, got, "1 to " + std::to_string(most));
 }
 
+uint64_t clock_ns(Clock::time_point moment) {
+  return static_cast<uint64_t>(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(moment.time_since_epoch()).count());
+}
+
 // Best effort: a host that does not take its error frame within a second goes without.
 void send_error(Stream& stream, const WireError& error) {
   const std::vector<uint8_t> frame = wire::encode_error_frame(error.code(), error.what());
@@ -92,6 +97,7 @@ StepLoopEnd StepLoop::serve(int fd, std::shared_ptr<wire::SharedMemory> memory,
   if (multicast_ != nullptr) multicast_->set_limit(capacity_bytes_ / 2);
   received_bytes_ = 0;
   frame_deadline_ = wire::kNever;
+  idle_since_ = Clock::now();
   try {
     while (serve_next(stream, end)) {
     }
@@ -117,7 +123,8 @@ bool StepLoop::serve_next(Stream& stream, StepLoopEnd& end) {
     return false;
   }
   if (frame.type != FrameType::kStepRequest) return serve_multicast_frame(stream, frame, end);
-  if (fill(stream, wire::kFrameHeaderBytes + wire::kStepHeaderBytes, end) == Filled::kEnd) return false;
+  if (fill(stream, wire::kFrameHeaderBytes + wire::kStepRequestHeaderBytes, end) == Filled::kEnd)
+    return false;
   const StepRequestHeader request = check_request(frame, received_.get());
   const size_t frame_bytes = wire::kFrameHeaderBytes + frame.payload_bytes;
   if (fill(stream, frame_bytes, end) == Filled::kEnd) return false;
@@ -187,7 +194,7 @@ bool StepLoop::serve_multicast_frame(Stream& stream, const FrameHeader& frame, S
 // Runs the experts on the rows of a request frame, into sums_.
 StepReplyHeader StepLoop::compute(const uint8_t* frame, const StepRequestHeader& request) {
   const size_t assignments = size_t{request.num_tokens} * request.top_k;
-  const uint8_t* body = frame + wire::kFrameHeaderBytes + wire::kStepHeaderBytes;
+  const uint8_t* body = frame + wire::kFrameHeaderBytes + wire::kStepRequestHeaderBytes;
   StepRows rows;
   rows.num_tokens = request.num_tokens;
   rows.top_k = request.top_k;
@@ -207,8 +214,12 @@ StepReplyHeader StepLoop::compute(const uint8_t* frame, const StepRequestHeader&
   } catch (const std::invalid_argument& error) {
     throw WireError(ErrorCode::kProtocol, error.what());
   }
-  const auto compute = std::chrono::round<std::chrono::microseconds>(Clock::now() - start).count();
+  const auto finish = Clock::now();
+  const auto compute = std::chrono::round<std::chrono::microseconds>(finish - start).count();
   header.compute_us = static_cast<uint32_t>(std::min<int64_t>(compute, UINT32_MAX));
+  header.idle_since_ns = clock_ns(idle_since_);
+  header.started_ns = clock_ns(start);
+  header.finished_ns = clock_ns(finish);
   return header;
 }
 
@@ -304,7 +315,7 @@ bool StepLoop::sleep(Stream& stream, StepLoopEnd& end) {
 }
 
 bool StepLoop::reply(Stream& stream, uint64_t sequence, const StepReplyHeader& header, StepLoopEnd& end) {
-  uint8_t head[wire::kFrameHeaderBytes + wire::kStepHeaderBytes];
+  uint8_t head[wire::kFrameHeaderBytes + wire::kStepReplyHeaderBytes];
   const uint64_t payload_bytes = wire::step_reply_bytes(header, hidden_size_);
   wire::encode_frame_header({FrameType::kStepReply, static_cast<uint32_t>(payload_bytes), sequence}, head);
   wire::encode_step_reply_header(header, head + wire::kFrameHeaderBytes);
@@ -313,13 +324,15 @@ bool StepLoop::reply(Stream& stream, uint64_t sequence, const StepReplyHeader& h
   message.first = head;
   message.first_bytes = sizeof(head);
   message.second = reinterpret_cast<const uint8_t*>(sums_.get());
-  message.second_bytes = payload_bytes - wire::kStepHeaderBytes;
+  message.second_bytes = payload_bytes - wire::kStepReplyHeaderBytes;
   if (header.reply_type == ActivationType::kBf16) {
     wire::encode_bf16(sums_.get(), size_t{header.num_tokens} * hidden_size_, sums_bf16_.get());
     message.second = sums_bf16_.get();
   }
 
-  return send(message, stream, "a reply", end);
+  const bool sent = send(message, stream, "a reply", end);
+  idle_since_ = Clock::now();
+  return sent;
 }
 
 // False when the session is over: the host is gone, or does not take it.

@@ -86,6 +86,7 @@ class StepLoop {
   size_t capacity_bytes_ = 0;
   size_t received_bytes_ = 0;
   wire::Deadline frame_deadline_ = wire::kNever;
+  wire::Clock::time_point idle_since_;    // the last reply's last byte was handed over
   std::unique_ptr<float[]> sums_;         // [T, H]
   std::unique_ptr<uint8_t[]> sums_bf16_;  // the same, rounded for the wire
 };

@@ -550,11 +550,13 @@ def route_by_softmax(
         tests/moe/test_router.py and tests/rowwise have scalar twins
     """
 
-PROTOCOL_VERSION: int = 3
+PROTOCOL_VERSION: int = 4
 
 FRAME_HEADER_BYTES: int = 24
 
-STEP_HEADER_BYTES: int = 16
+STEP_REPLY_HEADER_BYTES: int = 40
+
+STEP_REQUEST_HEADER_BYTES: int = 16
 
 NONCE_BYTES: int = 32
 
@@ -651,9 +653,21 @@ def decode_step_reply_header(data: bytes) -> tuple[int, int, int, int, bool]:
     """(layer, num_tokens, compute_us, lane, reply_bf16); raises WireError."""
 
 def encode_step_reply_header(
-    layer: int, num_tokens: int, compute_us: int = 0, lane: int = 0, reply_bf16: bool = False
+    layer: int,
+    num_tokens: int,
+    compute_us: int = 0,
+    lane: int = 0,
+    reply_bf16: bool = False,
+    idle_since_ns: int = 0,
+    started_ns: int = 0,
+    finished_ns: int = 0,
 ) -> bytes:
-    """The first 16 payload bytes of a STEP_REPLY."""
+    """The first 40 payload bytes of a STEP_REPLY."""
+
+def decode_step_reply_times(data: bytes) -> tuple[int, int, int]:
+    """
+    (idle_since_ns, started_ns, finished_ns) of the worker's clock; raises WireError.
+    """
 
 def encode_error_frame(code: ErrorCode, text: str) -> bytes:
     """A whole ERROR frame, header included."""
@@ -740,6 +754,48 @@ class LayerTimes:
     def round_trip_us(self) -> list[float]: ...
     @property
     def wait_us(self) -> list[float]: ...
+
+class StepTrace:
+    """Moments of steps, kept until they are drained as trace events."""
+
+    def __init__(self, capacity_bytes: int) -> None: ...
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of records that wait to be drained."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Room for such bytes."""
+
+    @property
+    def num_dropped(self) -> int:
+        """Steps that there was no room for, so far."""
+
+    def record_engine(
+        self,
+        end_ns: int,
+        seconds: float,
+        prompt_tokens: int,
+        decode_tokens: int,
+        new_tokens: int,
+        attention_s: float,
+        dense_s: float,
+        dispatch_s: float,
+        wait_s: float,
+        combine_s: float,
+        head_s: float,
+        sampling_s: float,
+        device_s: float,
+        draft_s: float,
+    ) -> int:
+        """
+        Notes a step of the engine and the seconds of its parts; bytes that wait to be drained then.
+        """
+
+    def drain(self, origin_ns: int) -> bytes:
+        """
+        Trace events in JSON, each with a comma and a line break before it; microseconds from origin_ns on.
+        """
 
 class Transport:
     """Steps to every worker, partial sums back, added in worker order."""
@@ -844,6 +900,9 @@ class Transport:
         """
         (CPU ns, wall ns, times) of packing, sending, sleeping, receiving, combining since then.
         """
+
+    def set_trace(self, trace: StepTrace | None) -> None:
+        """Notes every step from now on; None ends it."""
 
     def close(self) -> None: ...
     @property

@@ -94,11 +94,13 @@ class ExpertsView:
         info: Who computes them.
         times: Where the time of their steps goes.
         attend: Brings workers back that have gone, between two steps and in their thread.
+        trace: Has the moments of steps at workers noted there, until it is called with None.
     """
 
     info: Callable[[], ClusterInfo]
     times: Callable[[], WorkerTimes] = WorkerTimes
     attend: Callable[[], None] = lambda: None
+    trace: Callable[[_native.StepTrace | None], None] = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -459,7 +461,9 @@ def _experts_on_workers(
     )
     flock = Flock(transport, cluster, config.worker_silence_s, config.worker_timeout_s)
     experts = RemoteExperts(flock)
-    view = ExpertsView(lambda: _describe_workers(cluster, flock), flock.times, flock.attend)
+    view = ExpertsView(
+        lambda: _describe_workers(cluster, flock), flock.times, flock.attend, transport.set_trace
+    )
     if device.type == "cpu":
         return experts, view
     return experts_of_gpu(experts, transport.server(), manifest, device, flock, transport), view

@@ -27,18 +27,27 @@ from duckllm.assembly import (
 )
 from duckllm.cluster import check_cluster
 from duckllm.cluster.address import parse_address
-from duckllm.config import MAX_THREADS, MAX_WORKERS, ClusterConfig, StepConfig, as_size, show_size
+from duckllm.config import (
+    MAX_THREADS,
+    MAX_WORKERS,
+    ClusterConfig,
+    StepConfig,
+    as_size,
+    show_size,
+    threads_in_words,
+)
 from duckllm.conversation import Conversation
 from duckllm.device import Device, check_device, vram_kept
 from duckllm.engine.cache_size import DEFAULT_MAX_NUM_SEQS, HostMemory
 from duckllm.engine.page_files import check_folder
 from duckllm.errors import CheckpointError, ConfigError, InWords, RequestError
-from duckllm.models.registry import check_context, open_model
+from duckllm.models.registry import ModelFolder, check_context, open_model
 from duckllm.outputs import EngineMetrics, EngineState, RequestOutput, StreamOutput, WorkerTimes
 from duckllm.sampling_params import SamplingParams
 from duckllm.text import Tokenizer
 from duckllm.text.chat_format import chat_format
 from duckllm.text.messages import as_messages
+from duckllm.tracing.writer import DEFAULT_TRACE_BYTES, LEAST_TRACE_BYTES, TraceWriter, check_trace
 from duckllm.weights.checkpoint import load_json
 from duckllm.weights.recode import available_memory_bytes
 
@@ -84,6 +93,9 @@ class LLM:
         draft_tokens: Most tokens guessed at once.
         lanes: Whether the host computes one half of a step while the workers compute the other: ``"auto"``
             where it is measured to pay, ``"on"`` or ``"off"``. No token depends on it.
+        trace: A file for what happens when, layer by layer and worker by worker, as Chrome trace events
+            (docs/tracing.md); None for none.
+        trace_bytes: Most bytes of it, as a number or a size; of more, the newest are kept.
         **cluster_options: Any other field of :class:`duckllm.config.ClusterConfig`.
 
     Raises:
@@ -120,6 +132,8 @@ class LLM:
         draft: str = "auto",
         draft_tokens: int = 1,
         lanes: str = "auto",
+        trace: str | Path | None = None,
+        trace_bytes: int | str = DEFAULT_TRACE_BYTES,
         **cluster_options: Any,
     ) -> None:
         cluster_config = _cluster_config(workers, cluster_options)
@@ -139,6 +153,7 @@ class LLM:
             _check_int("max_model_len", max_model_len, 2)
         _check_int("max_num_seqs", max_num_seqs, 1)
         check_device(device)
+        trace_path, trace_limit = _trace_file(trace, trace_bytes)
         limits = _cache_limits(kv_cache_bytes, kv_memory_bytes, kv_disk_dir, kv_disk_bytes)
         opened = open_model(model)
         self.model_hash = opened.manifest.model_hash
@@ -189,10 +204,40 @@ class LLM:
                     host_threads=host_threads,
                     tokenizer=self.tokenizer,
                 )
+            self._trace: TraceWriter | None = None
+            if trace_path is not None:
+                self._trace = self._begin_trace(stack, trace_path, trace_limit, opened)
         except BaseException:
             self.close()
             raise
         self.max_model_len, self.max_num_seqs = self._engine.max_model_len, max_num_seqs
+
+    def _begin_trace(self, stack: ExitStack, path: Path, limit_bytes: int, model: ModelFolder) -> TraceWriter:
+        info, engine, experts = self.cluster_info(), self._engine, self._experts
+        facts = {
+            "model": model.path.name,
+            "num_experts": model.manifest.num_experts,
+            "num_experts_per_tok": model.manifest.num_experts_per_tok,
+            "weight_format": info.weight_format,
+            "stripes": list(info.stripes),
+            "threads": list(info.threads),
+            "isas": list(info.isas),
+        }
+        names = tuple(
+            f"{address}, {stripes} stripes, {threads_in_words(threads)}"
+            for address, stripes, threads in zip(info.addresses, info.stripes, info.threads, strict=False)
+        )
+        writer = TraceWriter(path, limit_bytes, facts, names)
+
+        def end() -> None:
+            experts.trace(None)
+            engine.stats.on_step = None
+
+        stack.callback(writer.close)
+        writer.on_end = end
+        experts.trace(writer.steps)
+        engine.stats.on_step = writer.step
+        return writer
 
     def __enter__(self) -> LLM:
         return self
@@ -229,6 +274,8 @@ class LLM:
         Threading: the thread of the steps, between two of them.
         """
         self._experts.attend()
+        if self._trace is not None:
+            self._trace.flush()
 
     def memory(self) -> HostMemory:
         """What this machine's memory goes to, and a card's, as it was decided before anything was loaded."""
@@ -513,6 +560,19 @@ def _cache_limits(
         None if disk_dir is None else Path(disk_dir).expanduser(),
         sizes["kv_disk_bytes"],
     )
+
+
+def _trace_file(trace: str | Path | None, limit: int | str) -> tuple[Path | None, int]:
+    """The trace's file, if there is to be one, and most bytes of it."""
+    num_bytes: Any = as_size("trace_bytes", limit)
+    _check_int("trace_bytes", num_bytes, LEAST_TRACE_BYTES)
+    if trace is None:
+        return None, num_bytes
+    if not isinstance(trace, str | Path) or not str(trace):
+        raise ConfigError("trace", trace, "a file's name, a Path, or None for no trace")
+    path = Path(trace).expanduser()
+    check_trace(path)
+    return path, num_bytes
 
 
 def _cluster_config(workers: Any, options: dict[str, Any]) -> ClusterConfig:

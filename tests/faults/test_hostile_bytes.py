@@ -379,4 +379,4 @@ def test_a_crowd_does_not_disturb_a_session(hurried: WorkerProcess, model: Manif
         second = read_frame(raw)
     assert first is not None
     assert second is not None
-    assert first[1][16:] == second[1][16:]
+    assert first[1][40:] == second[1][40:]

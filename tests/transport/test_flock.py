@@ -11,11 +11,11 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from fake_workers import HIDDEN_SIZE, TOP_K, FakeConnection, fake_workers, reply_frame
 
 from duckllm.errors import WorkerLostError, WorkerUnavailableError
 from duckllm.transport.flock import Flock
 from duckllm.transport.transport import Transport
+from support.fake_workers import HIDDEN_SIZE, TOP_K, FakeConnection, fake_workers, reply_frame
 from worker_harness import read_frame
 
 MOMENTS = ("before the request", "after the request", "within the reply", "after the reply")

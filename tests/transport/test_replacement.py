@@ -7,7 +7,10 @@ import threading
 
 import numpy as np
 import pytest
-from fake_workers import (
+
+from duckllm.errors import ClusterError, WorkerLostError
+from duckllm.transport.transport import Transport
+from support.fake_workers import (
     HIDDEN_SIZE,
     TOP_K,
     FakeConnection,
@@ -17,9 +20,6 @@ from fake_workers import (
     rows,
     submit,
 )
-
-from duckllm.errors import ClusterError, WorkerLostError
-from duckllm.transport.transport import Transport
 from worker_harness import read_exactly, read_frame
 
 

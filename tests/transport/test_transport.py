@@ -12,7 +12,11 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from fake_workers import (
+
+from duckllm import _native
+from duckllm._native import ErrorCode, FrameType
+from duckllm.errors import ClusterError, WorkerLostError
+from support.fake_workers import (
     HIDDEN_SIZE,
     TOP_K,
     FakeConnection,
@@ -23,10 +27,6 @@ from fake_workers import (
     rows,
     submit,
 )
-
-from duckllm import _native
-from duckllm._native import ErrorCode, FrameType
-from duckllm.errors import ClusterError, WorkerLostError
 from worker_harness import read_exactly, read_frame
 
 BIG, SMALL = np.float32(1e8), np.float32(1)
@@ -38,7 +38,7 @@ def test_a_request_on_the_wire() -> None:
     weights = np.array([[0.5, 0.25], [1.5, -2.0]], np.float32)
     with fake_workers(2) as (transport, workers):
         assert transport.submit(0x0102, x, ids, weights, lane=9) == 1
-        head = "4455434b 0300 0800 60000000 00000000 0100000000000000 02010000 02000000 0200 0900 00 00 0000"
+        head = "4455434b 0400 0800 60000000 00000000 0100000000000000 02010000 02000000 0200 0900 00 00 0000"
         expected = bytes.fromhex(head) + ids.tobytes() + weights.tobytes() + x.tobytes()
         for worker in workers:
             assert read_exactly(worker, len(expected)) == expected
@@ -277,14 +277,14 @@ GOOD = reply_frame(1, rows(1))
     ("data", "reason"),
     [
         (b"X" + GOOD[1:], "magic: got"),
-        (GOOD[:4] + b"\7" + GOOD[5:], "protocol version: got 7, expected 3"),
+        (GOOD[:4] + b"\7" + GOOD[5:], "protocol version: got 7, expected 4"),
         (_native.encode_frame_header(FrameType.CLOSE, 0), "frame type: got CLOSE, expected STEP_REPLY"),
         (reply_frame(2, rows(1)), "reply sequence: got 2, expected at most 1"),
         (reply_frame(1, rows(1), layer=6), "reply layer: got 6, expected 5"),
         (reply_frame(1, rows(1), lane=3), "reply lane: got 3, expected 0"),
         (reply_frame(1, rows(1, 1)), "reply tokens: got 2, expected 1"),
-        (_header(41) + GOOD[24:] + b"\0", "STEP_REPLY payload bytes: got 41, expected 40"),
-        (_header(15), "STEP_REPLY payload bytes: got 15, expected 16 to"),
+        (_header(65) + GOOD[24:] + b"\0", "STEP_REPLY payload bytes: got 65, expected 64"),
+        (_header(39), "STEP_REPLY payload bytes: got 39, expected 40 to"),
         (GOOD[:38] + b"\1" + GOOD[39:], "reply dtype: got 1, expected 0"),
         (GOOD[:39] + b"\1" + GOOD[40:], "step status: got 1, expected 0"),
         (_native.encode_error_frame(ErrorCode.PROTOCOL, "a sentence"), "it ended the session: a sentence"),

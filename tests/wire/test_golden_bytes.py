@@ -16,7 +16,7 @@ RANGES = {
     FrameType.PREPARE: (2, 8 << 20),
     FrameType.ERROR: (4, 4096),
     FrameType.STEP_REQUEST: (16, 1 << 30),
-    FrameType.STEP_REPLY: (16, 1 << 30),
+    FrameType.STEP_REPLY: (40, 1 << 30),
     FrameType.FETCH: (2, 4 << 20),
     FrameType.SHARD: (17, (1 << 20) + 16),
     FrameType.PING: (0, 1 << 20),
@@ -27,7 +27,7 @@ RANGES = {
 
 def test_frame_header() -> None:
     got = _native.encode_frame_header(FrameType.STEP_REQUEST, 0x01020304, 0x1112131415161718)
-    assert got == bytes.fromhex("4455434b 0300 0800 04030201 00000000 1817161514131211")
+    assert got == bytes.fromhex("4455434b 0400 0800 04030201 00000000 1817161514131211")
     assert _native.decode_frame_header(got) == (FrameType.STEP_REQUEST, 0x01020304, 0x1112131415161718)
 
 
@@ -52,14 +52,17 @@ def test_step_request_header() -> None:
 
 
 def test_step_reply_header() -> None:
-    got = _native.encode_step_reply_header(0x01020304, 0x05060708, 0x090A0B0C, 0x0D0E, True)
-    assert got == bytes.fromhex("04030201 08070605 0c0b0a09 0e0d 01 00")
+    times = (0x1112131415161718, 0x2122232425262728, 0x3132333435363738)
+    got = _native.encode_step_reply_header(0x01020304, 0x05060708, 0x090A0B0C, 0x0D0E, True, *times)
+    head = "04030201 08070605 0c0b0a09 0e0d 01 00"
+    assert got == bytes.fromhex(f"{head} 1817161514131211 2827262524232221 3837363534333231")
+    assert _native.decode_step_reply_times(got) == times
     assert _native.decode_step_reply_header(got) == (0x01020304, 0x05060708, 0x090A0B0C, 0x0D0E, True)
 
 
 def test_error_frame() -> None:
     got = _native.encode_error_frame(ErrorCode.WEIGHT_HASH, "né")
-    assert got == bytes.fromhex("4455434b 0300 0700 07000000 00000000 0000000000000000 09000000 6ec3a9")
+    assert got == bytes.fromhex("4455434b 0400 0700 07000000 00000000 0000000000000000 09000000 6ec3a9")
     assert _native.decode_error_payload(got[24:]) == (9, "né".encode())
 
 
@@ -92,7 +95,7 @@ def test_auth_payload() -> None:
 
 def test_step_missing() -> None:
     got = _native.encode_step_missing(0x0102, 0x03040506, [(1, 2), (0x0A, 0x0B0C)])
-    head = "4455434b 0300 0f00 18000000 00000000 0201000000000000"
+    head = "4455434b 0400 0f00 18000000 00000000 0201000000000000"
     payload = bytes.fromhex("06050403 00000000 01000000 02000000 0a000000 0c0b0000")
     assert got == bytes.fromhex(head) + payload
     assert _native.decode_step_missing(payload, 0x0A + 0x0B0C) == (0x03040506, [(1, 2), (0x0A, 0x0B0C)])
@@ -151,7 +154,7 @@ def test_datagrams() -> None:
     key, frame = bytes(range(0x40, 0x50)), bytes(range(150))
     session = _native.MulticastSession(0x1112131415161718, key, 64)
     for index, size in enumerate((64, 64, 22)):
-        fields = f"4455434d 0300 {size:02x}00 1817161514131211 0807060504030201 96000000 0{index}000000"
+        fields = f"4455434d 0400 {size:02x}00 1817161514131211 0807060504030201 96000000 0{index}000000"
         head, fragment = bytes.fromhex(fields), frame[64 * index : 64 * index + size]
         tag = siphash_2_4(key, head + fragment).to_bytes(8, "little")
         got = session.encode_datagram(0x0102030405060708, frame, index)
@@ -183,8 +186,8 @@ GOOD = _native.encode_frame_header(FrameType.CLOSE, 0, 7)
     [
         (0, b"\0", ErrorCode.PROTOCOL, "magic"),
         (3, b"k", ErrorCode.PROTOCOL, "magic"),
-        (4, b"\1", ErrorCode.VERSION, "protocol version: got 1, expected 3"),
-        (5, b"\1", ErrorCode.VERSION, "protocol version: got 259, expected 3"),
+        (4, b"\1", ErrorCode.VERSION, "protocol version: got 1, expected 4"),
+        (5, b"\1", ErrorCode.VERSION, "protocol version: got 260, expected 4"),
         (6, b"\0", ErrorCode.PROTOCOL, "frame type: got 0"),
         (6, b"\x12", ErrorCode.PROTOCOL, "frame type: got 18"),
         (7, b"\1", ErrorCode.PROTOCOL, "frame type: got 266"),
@@ -209,9 +212,9 @@ def test_a_header_of_another_length_is_refused(length: int) -> None:
 def test_reply_header_fields_out_of_range_are_refused() -> None:
     good = _native.encode_step_reply_header(1, 2)
     with pytest.raises(_native.WireError, match="reply dtype: got 2"):
-        _native.decode_step_reply_header(good[:14] + b"\2\0")
+        _native.decode_step_reply_header(good[:14] + b"\2\0" + good[16:])
     with pytest.raises(_native.WireError, match="step status: got 1, expected 0"):
-        _native.decode_step_reply_header(good[:15] + b"\1")
+        _native.decode_step_reply_header(good[:15] + b"\1" + good[16:])
 
 
 def test_every_random_header_is_decoded_or_refused() -> None:

@@ -143,7 +143,7 @@ def test_a_worker_of_another_version_is_named_with_both() -> None:
     answer[4:6] = (9).to_bytes(2, "little")
     with fake_worker(bytes(answer)) as address, pytest.raises(ProtocolVersionError) as caught:
         Connection(address, None, 5.0)
-    assert str(caught.value) == f"protocol version: worker {address} speaks 9, this host speaks 3"
+    assert str(caught.value) == f"protocol version: worker {address} speaks 9, this host speaks 4"
 
 
 def test_a_host_of_another_version_is_answered_with_both(worker: WorkerProcess) -> None:
@@ -152,7 +152,7 @@ def test_a_host_of_another_version_is_answered_with_both(worker: WorkerProcess) 
     with raw_socket(worker.address) as raw:
         raw.sendall(opening)
         error = read_error(raw)
-    assert error == (ErrorCode.VERSION.value, "protocol version: the host speaks 9, this worker speaks 3")
+    assert error == (ErrorCode.VERSION.value, "protocol version: the host speaks 9, this worker speaks 4")
 
 
 def test_a_version_error_from_a_worker_is_typed() -> None:

@@ -123,11 +123,11 @@ def test_queued_requests_are_answered_in_order(worker: WorkerProcess, model: Man
             assert got is not None
             kind, payload, sequence = got
             assert (kind, sequence) == (FrameType.STEP_REPLY, 70 + lane)
-            layer, tokens, _, reply_lane, is_bf16 = _native.decode_step_reply_header(payload[:16])
+            layer, tokens, _, reply_lane, is_bf16 = _native.decode_step_reply_header(payload[:40])
             assert (layer, tokens, reply_lane, is_bf16) == (step.layer, len(step.x), lane, lane == 1)
             expected = partial_sum(model, 0, model.num_stripes, step)
             body = to_bf16(expected) if is_bf16 else expected
-            assert payload[16:] == body.tobytes()
+            assert payload[40:] == body.tobytes()
         assert read_exactly(raw, 1) == b""
 
 
@@ -144,4 +144,4 @@ def test_a_request_in_small_pieces(worker: WorkerProcess, model: Manifest, piece
         for _ in range(2):
             got = read_frame(raw)
             assert got is not None
-            assert got[1][16:] == partial_sum(model, 0, model.num_stripes, step).tobytes()
+            assert got[1][40:] == partial_sum(model, 0, model.num_stripes, step).tobytes()

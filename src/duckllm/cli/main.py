@@ -19,6 +19,7 @@ from duckllm.cli import chat as chat_verb
 from duckllm.cli import doctor as doctor_verb
 from duckllm.cli import serve as serve_verb
 from duckllm.cli import simulate as simulate_verb
+from duckllm.cli import trace as trace_verb
 from duckllm.cli.bench import bench
 from duckllm.cli.convert import convert
 from duckllm.cli.inspect import inspect
@@ -94,6 +95,8 @@ _SIMULATE = "Try a flock larger than one has, and its host."
 app.command("simulate", short_help=_SIMULATE, epilog=simulate_verb.EXAMPLES)(simulate_verb.simulate)
 _DOCTOR = "Check this machine and workers, and say what to change."
 app.command("doctor", short_help=_DOCTOR, epilog=doctor_verb.EXAMPLES)(doctor_verb.doctor)
+_TRACE = "Say where the time of a traced run went, with heat maps."
+app.command("trace", short_help=_TRACE, epilog=trace_verb.EXAMPLES)(trace_verb.trace)
 app.command("worker", epilog=_WORKER_EXAMPLES)(worker)
 app.add_typer(bench, short_help="Measure what this machine can do, and its kernels.")
 

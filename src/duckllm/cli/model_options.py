@@ -16,9 +16,10 @@ import typer
 from duckllm.cli.common import parse_shares, parse_workers
 from duckllm.cluster import check_cluster
 from duckllm.cluster.token import read_token
-from duckllm.config import ClusterConfig, parse_size
+from duckllm.config import ClusterConfig, parse_size, show_size
 from duckllm.device import check_device
 from duckllm.errors import ConfigError
+from duckllm.tracing.writer import LEAST_TRACE_BYTES, check_trace
 
 ModelArgument = Annotated[
     str | None,
@@ -161,6 +162,18 @@ class ModelOptions:
             "off sends to each.",
         ),
     ] = "off"
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="<file>",
+            help="Write what happens when, by layer and worker, into this file, for duckllm trace or "
+            "https://ui.perfetto.dev.",
+            show_default=False,
+        ),
+    ] = None
+    trace_bytes: Annotated[
+        str, typer.Option(metavar="<size>", help="Most bytes of a trace; of more, the newest are kept.")
+    ] = "256MiB"
     token_file: Annotated[
         Path | None,
         typer.Option(
@@ -190,7 +203,16 @@ class ModelOptions:
             "draft": self.draft,
             "draft_tokens": self.draft_tokens,
             "lanes": self.lanes,
+            **self._trace_arguments(),
         }
+
+    def _trace_arguments(self) -> dict[str, Any]:
+        limit_bytes = parse_size("trace_bytes", self.trace_bytes)
+        if limit_bytes < LEAST_TRACE_BYTES:
+            raise ConfigError("trace_bytes", self.trace_bytes, f"at least {show_size(LEAST_TRACE_BYTES)}")
+        if self.trace is not None:
+            check_trace(self.trace)
+        return {"trace": self.trace, "trace_bytes": limit_bytes}
 
     def _cluster_arguments(self) -> dict[str, Any]:
         names = (

@@ -42,7 +42,7 @@ class RoundTrip:
 
 def step_message_bytes(hidden_size: int, top_k: int) -> int:
     """Payload of the request for one token's step, with f32 on the wire."""
-    return min(_native.MAX_PING_BYTES, _native.STEP_HEADER_BYTES + 4 * hidden_size + 8 * top_k)
+    return min(_native.MAX_PING_BYTES, _native.STEP_REQUEST_HEADER_BYTES + 4 * hidden_size + 8 * top_k)
 
 
 def time_round_trips(connection: Connection, num_bytes: int, count: int, limit_s: float = 1.0) -> RoundTrip:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 from duckllm.engine.measured_choice import MeasuredChoice
@@ -46,12 +46,13 @@ class StepRecord:
 
 
 class EngineStats:
-    """Counts in all and the last steps and requests."""
+    """Counts in all and the last steps and requests; ``on_step`` is called with each step, if it is set."""
 
     def __init__(self) -> None:
         self.num_steps = self.num_prompt_tokens = self.num_new_tokens = 0
         self.num_draft_tokens = self.num_accepted_tokens = 0
         self.step_s = 0.0
+        self.on_step: Callable[[StepRecord], None] | None = None
         self.parts_s = {field.name: 0.0 for field in fields(StepTimes)}
         self._steps: deque[StepRecord] = deque(maxlen=WINDOW_STEPS)
         self._first_token_s: deque[float] = deque(maxlen=WINDOW_REQUESTS)
@@ -68,6 +69,8 @@ class EngineStats:
         self.step_s += step.seconds
         for name in self.parts_s:
             self.parts_s[name] += getattr(step.times, name)
+        if self.on_step is not None:
+            self.on_step(step)
 
     def record_end(self, request: Request) -> None:
         """Notes the times of a request that has ended."""

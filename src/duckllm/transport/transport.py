@@ -242,6 +242,10 @@ class Transport:
         """
         return tuple(self._native.host_time())
 
+    def set_trace(self, trace: _native.StepTrace | None) -> None:
+        """Has the moments of every step noted from now on; None ends it."""
+        self._native.set_trace(trace)
+
     def close(self) -> None:
         """Tells every worker that the session is over. Idempotent."""
         self._closed = True
