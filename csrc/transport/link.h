@@ -103,6 +103,14 @@ struct Transport::Link {
     step = nullptr;
   }
 
+  // Of a frame that is shorter than a reply's head, what came behind it: before whatever else was put back.
+  void put_back_surplus() {
+    misplaced.erase(misplaced.begin(), misplaced.begin() + static_cast<std::ptrdiff_t>(misplaced_taken));
+    misplaced.insert(misplaced.begin(), head + head_wanted_bytes, head + head_bytes);
+    misplaced_taken = 0;
+    head_bytes = head_wanted_bytes;
+  }
+
   void put_back(const uint8_t* bytes, size_t count) {
     misplaced.assign(bytes, bytes + count);
     misplaced_taken = 0;

@@ -91,6 +91,7 @@ bool Transport::advance(size_t worker) {
   if (frame.type == FrameType::kStepMissing && multicast_ != nullptr) {
     link.head_wanted_bytes = kFrameHeaderBytes + frame.payload_bytes;
     if (link.head_bytes < link.head_wanted_bytes) return false;
+    link.put_back_surplus();
     answer_missing(worker, frame.sequence, link.head + kFrameHeaderBytes, frame.payload_bytes);
     link.next_frame();
     return false;

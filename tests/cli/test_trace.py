@@ -92,7 +92,7 @@ def test_the_verb_prints_json_tables_and_pictures(
     for words in ("Where the host's time goes", "Bubbles", "Workers, us a step", "Slowest layers"):
         assert words in text
     for title in (
-        "Compute time of a step, layer x worker",
+        "Median compute time of a step, layer x worker",
         "Choices, layer x expert",
         "Time, layer x expert",
     ):
