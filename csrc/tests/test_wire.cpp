@@ -38,9 +38,9 @@ void round_trips() {
   reply.started_ns = 0xfffffffffffffff9;
   reply.finished_ns = 0xfffffffffffffff8;
   reply.reply_type = ActivationType::kBf16;
-  uint8_t bytes[kStepReplyHeaderBytes];
-  encode_step_reply_header(reply, bytes);
-  const StepReplyHeader again = decode_step_reply_header(bytes);
+  uint8_t coded[kStepReplyHeaderBytes];
+  encode_step_reply_header(reply, coded);
+  const StepReplyHeader again = decode_step_reply_header(coded);
   CHECK(again.idle_since_ns == 0xfffffffffffffffa && again.started_ns == 0xfffffffffffffff9);
   CHECK(again.finished_ns == 0xfffffffffffffff8);
   CHECK(step_reply_bytes(reply, 5) == 40 + 3 * 5 * 2);

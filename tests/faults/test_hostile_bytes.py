@@ -139,7 +139,7 @@ def test_wrong_headers_are_refused_with_a_reason(
         header(expected_kind, 36, reserved=1): (ErrorCode.PROTOCOL, "reserved bytes: got 1"),
         header(99, 0): (ErrorCode.PROTOCOL, "frame type: got 99"),
         header(expected_kind, 0xFFFFFFFF): (ErrorCode.PROTOCOL, "payload bytes: got 4294967295"),
-        header(9, 16) + bytes(16): (ErrorCode.PROTOCOL, "got STEP_REPLY, expected"),
+        header(9, 40) + bytes(40): (ErrorCode.PROTOCOL, "got STEP_REPLY, expected"),
         header(7, 4) + bytes(4): (ErrorCode.PROTOCOL, "got ERROR, expected"),
     }
     with unharmed(worker, model):

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 # Workers that have just computed spin for a moment, and would take time from what is measured here.
 _QUIET_S = 0.02
-_FRAME_HEADER_BYTES, _REPLY_HEADER_BYTES = 24, 16
 _DTYPE_BYTES = {"f32": 4, "bf16": 2}
 
 
@@ -200,9 +199,11 @@ def step_ceiling(
     def row_bytes(dtype: str) -> int:
         return layout.hidden_size * _DTYPE_BYTES[dtype]
 
-    headers = _FRAME_HEADER_BYTES + _native.STEP_HEADER_BYTES
+    headers = _native.FRAME_HEADER_BYTES + _native.STEP_REQUEST_HEADER_BYTES
     request = layers * (headers + rows * (row_bytes(wire_dtype) + 8 * top_k))
-    reply = layers * (_FRAME_HEADER_BYTES + _REPLY_HEADER_BYTES + rows * row_bytes(reply_dtype))
+    reply = layers * (
+        _native.FRAME_HEADER_BYTES + _native.STEP_REPLY_HEADER_BYTES + rows * row_bytes(reply_dtype)
+    )
     request_bytes = request * (min(1, info.num_workers) if multicast else info.num_workers)
     reply_bytes = reply * info.num_workers
     rate = link.gbit_per_s

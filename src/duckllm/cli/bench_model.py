@@ -237,6 +237,10 @@ def expand_settings(options: ModelOptions) -> list[Setting]:
         if chosen["workers"] is None:
             chosen["workers"] = "2" if options.cluster in (None, "local") else str(options.cluster)
         settings.append(Setting({_LISTED[name]: value for name, value in chosen.items()}, arguments))
+    if options.trace is not None and len(settings) > 1:
+        raise ConfigError(
+            "trace", str(options.trace), f"one setting, not {len(settings)}: a trace is of one run"
+        )
     return settings
 
 

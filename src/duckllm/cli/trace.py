@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from duckllm.cli.bench import writing
+from duckllm.cli.bench_common import writing
 from duckllm.cli.common import Waiting, tell
 from duckllm.errors import ConfigError
 
