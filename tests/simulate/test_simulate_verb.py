@@ -26,6 +26,7 @@ def test_the_demo_model_on_two_sizes_of_flock(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert json.loads(lines.read_text()) == found
+    assert (found["benchmark"], found["host_gbit_per_s"], found["num_steps"]) == ("simulate", 10.0, 10)
     assert [(point["num_workers"], point["num_tokens"]) for point in found["points"]] == [
         (2, 1), (2, 2), (4, 1), (4, 2),
     ]  # fmt: skip

@@ -6,6 +6,7 @@ Mounted by cli/main.py. Parses its options and prints; duckllm/simulate does the
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -89,7 +90,7 @@ def simulate(
     """
     from rich.console import Console
 
-    from duckllm.bench.machine import cpu_name
+    from duckllm.bench.machine import commit, cpu_name
     from duckllm.bench.plot import check_plot
     from duckllm.cli.common import Waiting
     from duckllm.models.inspection import inspect_model
@@ -139,7 +140,9 @@ def simulate(
     name = Path(found.folder).name
     line = json.dumps(
         {
-            "event": "simulate",
+            "benchmark": "simulate",
+            "commit": commit(),
+            "date": time.strftime("%Y-%m-%d"),
             "model": name,
             "format": chosen,
             "node": each.__dict__,
