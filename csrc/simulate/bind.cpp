@@ -52,8 +52,9 @@ class SimulatedServer {
 void bind_simulate(nb::module_& m) {
   nb::class_<Network>(m, "SimulatedNetwork", "The host's port, which all simulated workers share.")
       .def(nb::init<double>(), nb::arg("host_bytes_per_us"), "0 bytes a microsecond: it takes no time.")
-      .def("submitted", &Network::submitted, nb::arg("step"),
-           "Says that the step of this number is handed over now.");
+      .def(
+          "submitted", [](Network& self, uint32_t step) { self.submitted(step, simulate::Clock::now()); },
+          nb::arg("step"), "Says that the step of this number is handed over now.");
   nb::class_<SimulatedServer>(m, "SimulatedServer", "A stand-in for experts behind one connection at a time.")
       .def(
           "__init__",

@@ -15,9 +15,9 @@ Time Port::reserve(Time from, uint64_t bytes) {
   return free_;
 }
 
-void Network::submitted(uint32_t step) {
+void Network::submitted(uint32_t step, Time at) {
   const std::lock_guard lock(mutex_);
-  submitted_[step % kMaxSteps] = Submitted{step, Clock::now()};
+  submitted_[step % kMaxSteps] = Submitted{step, at};
 }
 
 std::optional<Time> Network::submitted_at(uint32_t step) const {

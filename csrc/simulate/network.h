@@ -40,7 +40,7 @@ class Network {
 
   explicit Network(double host_bytes_per_us) : host_out(host_bytes_per_us), host_in(host_bytes_per_us) {}
 
-  void submitted(uint32_t step);
+  void submitted(uint32_t step, Time at);
   std::optional<Time> submitted_at(uint32_t step) const;
 
   Port host_out;

@@ -56,7 +56,7 @@ Nanoseconds StandIn::compute_time(const StepRows& rows) {
   const size_t num_ids = size_t{rows.num_tokens} * rows.top_k;
   for (size_t i = 0; i < num_ids; ++i) {
     const int32_t id = rows.topk_ids[i];
-    if (id >= 0 && static_cast<uint32_t>(id) < shape_.num_experts) continue;
+    if (static_cast<uint32_t>(id) < shape_.num_experts) continue;  // a negative one is far above
     throw std::invalid_argument("topk_ids: got " + std::to_string(id) + ", expected 0 to " +
                                 std::to_string(shape_.num_experts - 1));
   }
@@ -71,34 +71,35 @@ Nanoseconds StandIn::compute_time(const StepRows& rows) {
                       std::max(num_distinct * node_.expert_us, static_cast<double>(num_ids) * node_.row_us));
 }
 
-void StandIn::run(const LayerUnits&, const StepRows& rows, float* y) {
-  const Time now = Clock::now();
+Time StandIn::computed(Time now, const StepRows& rows) {
   const Nanoseconds compute = compute_time(rows);
-  const uint32_t step = step_number(rows.topk_weights[0]);
   // A request that was submitted while the loop was in an earlier step waited in the socket. When it came is
   // not known then, but for what the host needed to send it to the workers before this one.
-  const Time submitted = network_->submitted_at(step).value_or(now);
+  const Time submitted = network_->submitted_at(step_number(rows.topk_weights[0])).value_or(now);
   const Time from = submitted < returned_ ? submitted : now;
-
   const uint64_t request_bytes = rows.num_tokens * request_row_bytes_;
-  const uint64_t reply_bytes = rows.num_tokens * reply_row_bytes_;
   const Time left_host = network_->host_out.reserve(from, request_bytes);
   const Time first_byte = left_host - network_->host_out.duration(request_bytes);
   const Time arrived = std::max(left_host, in_.reserve(first_byte, request_bytes)) + delay_;
   free_ = std::max(arrived, free_) + compute;
-  computed_ns_ += static_cast<uint64_t>(compute.count());
+  return free_;
+}
 
+void StandIn::run(const LayerUnits&, const StepRows& rows, float* y) {
+  const Time done = computed(Clock::now(), rows);
+  const uint32_t step = step_number(rows.topk_weights[0]);
   for (uint32_t row = 0; row < rows.num_tokens; ++row) {
     std::memcpy(y + size_t{row} * shape_.hidden_size,
                 pattern_.data() + pattern_offset(step, row, shape_.first_stripe),
                 sizeof(float) * shape_.hidden_size);
   }
   // The host's port is asked for only now that the reply is at it: others may come first.
-  const Time left_node = out_.reserve(free_, reply_bytes);
+  const uint64_t reply_bytes = rows.num_tokens * reply_row_bytes_;
+  const Time left_node = out_.reserve(done, reply_bytes);
   const Time at_host = left_node - out_.duration(reply_bytes);
   sleep_until(at_host);
   sleep_until(std::max(left_node, network_->host_in.reserve(at_host, reply_bytes)) + delay_);
-  returned_ = Clock::now();
+  returned(Clock::now());
 }
 
 }  // namespace duck::simulate

@@ -47,8 +47,10 @@ class StandIn final : public StepCompute {
 
   // What the node would take for a step of these ids.
   Nanoseconds compute_time(const StepRows& rows);
-  // All of them together.
-  uint64_t computed_ns() const { return computed_ns_; }
+  // When it has computed a step that the loop came to at `now`, and that is to come next.
+  Time computed(Time now, const StepRows& rows);
+  // The loop went on from here then.
+  void returned(Time at) { returned_ = at; }
 
  private:
   const ExpertShape shape_;
@@ -57,9 +59,8 @@ class StandIn final : public StepCompute {
   const uint64_t request_row_bytes_, reply_row_bytes_;
   const Nanoseconds delay_;
   Port in_, out_;
-  Time free_;      // of its last computation
-  Time returned_;  // run() did
-  uint64_t computed_ns_ = 0;
+  Time free_;                      // of its last computation
+  Time returned_;                  // run() did
   std::vector<uint32_t> seen_in_;  // one an expert: the last step that chose it
   uint32_t num_runs_ = 0;
   std::vector<float> pattern_;

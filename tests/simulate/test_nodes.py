@@ -36,6 +36,8 @@ def test_a_node_reads_the_distinct_experts_of_its_slice() -> None:
     assert MODEL.compute_us(Node(1.0, fixed_us=7.0), 1, 2) == pytest.approx(7 + 17.5)
     # 40 rows of 2 experts: 2 * 3 * 100 * 16 operations each at 1 GFLOP/s, longer than reading all experts.
     assert MODEL.compute_us(Node(1.0, gflop_per_s=1.0), 1, 40) == pytest.approx(80 * 9.6)
+    slow = Node(1.0, gflop_per_s=1.0, fixed_us=7.0).slower(3)
+    assert MODEL.compute_us(slow, 2, 1) == pytest.approx(3 * (7 + 2 * 19.2))
     assert MODEL.compute_us(NODE.slower(3), 2, 1) == pytest.approx(60.0)
 
 
@@ -56,6 +58,13 @@ def test_requests_and_replies_pass_the_hosts_port_one_by_one() -> None:
     # Slow nodes answer at once: the port is busy with four replies.
     slow_first = [NODE.slower(1 + 41.6 * (3 - index) * 1.0) for index in range(4)]
     assert step_us(MODEL, slow_first, 1, gbit) == pytest.approx(4 * request + 10 + 4 * reply)
+
+
+def test_a_late_reply_holds_no_other_up() -> None:
+    gbit = 8e-3 * WIRE_OVERHEAD
+    # Three requests and replies pass while the first node computes; its own reply comes behind them.
+    nodes = [NODE.slower(1000), NODE, NODE, NODE]
+    assert step_us(MODEL, nodes, 1, gbit) == pytest.approx(416 + 10_000 + 400)
 
 
 def test_a_slow_link_of_a_node_and_delays_count_once_each_way() -> None:

@@ -12,7 +12,14 @@ import torch
 
 from duckllm.errors import ConfigError
 from duckllm.simulate.flock import SimulatedFlock, Submitted, simulated_flock
-from duckllm.simulate.measure import WrongSumError, find_bends, measure, measure_layers, measure_point
+from duckllm.simulate.measure import (
+    WARM_UP_STEPS,
+    WrongSumError,
+    find_bends,
+    measure,
+    measure_layers,
+    measure_point,
+)
 from duckllm.simulate.nodes import ExpertLayers, Node
 from duckllm.simulate.pattern import partial_sum
 
@@ -148,11 +155,16 @@ def test_host_time_is_counted_by_part_while_it_is_measured_only() -> None:
         assert flock.transport.host_time() == ((0, 0, 0),) * 5
 
 
-def test_a_wrong_sum_ends_a_measurement() -> None:
+def test_a_wrong_sum_ends_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     with flock_of(16) as flock:
         flock.expected._rows += 1  # as if another worker had answered
         with pytest.raises(WrongSumError, match="16 workers answered for 2 rows"):
             measure_point(flock, [NODE] * 16, 2, 10, 0.0)
+        counted = iter(range(1000))  # steps of the warm-up are right, the first that counts is not
+        monkeypatch.setattr(flock, "is_right", lambda step, total: next(counted) < WARM_UP_STEPS)
+        with pytest.raises(WrongSumError, match="16 workers"):
+            measure_point(flock, [NODE] * 16, 2, 10, 0.0)
+        assert next(counted) == WARM_UP_STEPS + 1
 
 
 def test_a_measurement_has_a_point_for_each_size_and_number() -> None:
