@@ -44,6 +44,12 @@ def test_tables_are_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "3 workers: a layer in " in words
 
 
+def test_without_numbers_there_are_no_more_workers_than_stripes(capsys: pytest.CaptureFixture[str]) -> None:
+    simulate(rows="1", steps=10, as_json=True)
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert [point["num_workers"] for point in points] == [8]  # the demo model's experts have eight
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

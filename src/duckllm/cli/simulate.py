@@ -33,6 +33,7 @@ Examples:
   duckllm simulate /models/mine --workers 32 --rows 2,8 --layer-us 200 --json
 """
 _MOST_WORKERS = 64
+_DEFAULT_WORKERS = (8, 16, 32, 64)
 
 
 def simulate(
@@ -44,7 +45,14 @@ def simulate(
             show_default=False,
         ),
     ] = None,
-    workers: Annotated[str, typer.Option(help=f"Numbers of workers, up to {_MOST_WORKERS}.")] = "8,16,32,64",
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Numbers of workers, up to {_MOST_WORKERS}; by default 8,16,32,64, as far as experts have "
+            "stripes.",
+            show_default=False,
+        ),
+    ] = None,
     rows: Annotated[str, typer.Option(help="Rows of a step.")] = "1,2,8",
     node: Annotated[str, typer.Option(help="What nodes are; duckllm plan --presets lists them.")] = "n100",
     speed: Annotated[
@@ -100,7 +108,7 @@ def simulate(
     from duckllm.simulate.report import print_points, write_plot
     from duckllm.weights.resolve import find_model
 
-    counts = _numbers("workers", workers, _MOST_WORKERS)
+    counts = _DEFAULT_WORKERS if workers is None else _numbers("workers", workers, _MOST_WORKERS)
     tokens = _numbers("rows", rows, MAX_STEP_TOKENS)
     if steps < 10:
         raise ConfigError("steps", steps, "10 or more")
@@ -124,6 +132,8 @@ def simulate(
     chosen = weight_format or found.weight_format or WEIGHT_FORMATS[0]
     each = describe_node(node, chosen, speed, link, delay_us)
     experts = expert_layers(found, chosen, wire_dtype, reply_dtype)
+    if workers is None:
+        counts = tuple(count for count in counts if count <= experts.num_stripes) or (experts.num_stripes,)
     with CellProgress() as progress:
         points, layers = measure(
             experts,

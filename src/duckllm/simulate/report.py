@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
 
-_NAMES = {"pack": "request", "sleep": "waits"}
+_NAMES = {"pack": "request", "sleep": "waits", "combine": "sum"}
 _COLORS = dict(zip(PARTS, ("#9ecae1", "#3182bd", "#bdbdbd", "#e6550d", "#fdae6b"), strict=True))
 DOTS_PER_INCH = 100
 
