@@ -362,9 +362,10 @@ def test_what_makes_no_sense_is_refused(gpu: FakeGpu, model: Manifest, steps: li
     with pytest.raises(ValueError, match="step lane: got 2, expected 0 to 1"):
         experts.run(program, ROWS, gpu.replay)
     assert gpu.num_replays == 0
-    with pytest.raises(ValueError, match="num_tokens: got 1, expected 2 numbers, one a lane"):
-        experts.run(Program(), (1,), gpu.replay)
+    with pytest.raises(ValueError, match="num_tokens: got 3, expected 2 numbers, one a lane"):
+        experts.run(Program(), (1, 1, 1), gpu.replay)
     experts.run(Program(), (1, 1), lambda: None)  # a graph without experts
+    experts.run(Program(), (1,), lambda: None)  # and with one lane
     control = np.zeros((2, 32), np.int32)
     lane = LaneArrays(
         np.zeros((2, 8), np.float32),
