@@ -1,6 +1,6 @@
 """Gets the other engines: pinned versions from the package index, into an environment of their own.
 
-Called by experts.py, and by ../transport/round_trip.py. Everything lies under
+Called by experts.py and whole_model.py, and by ../transport/round_trip.py. Everything lies under
 ``$XDG_CACHE_HOME/duckllm-peers`` (``~/.cache`` without one), made at first use and kept; nothing is installed
 beside this package.
 """
@@ -14,18 +14,59 @@ import sys
 import tarfile
 import venv
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 KT_KERNEL, LLAMA_CPP, NUMPY = "kt-kernel==0.7.2", "llama-cpp-python==0.3.36", "numpy==2.4.6"
+GGUF = "gguf==0.19.0"
+# What llama-cpp-python's module of C declarations and gguf import.
+BINDINGS_NEED = (
+    *("typing-extensions==4.16.0", "diskcache==5.6.3", "jinja2==3.1.6", "markupsafe==3.0.4"),
+    *("pyyaml==6.0.4", "requests==2.34.2", "tqdm==4.70.1"),
+)
 # What "avx2" means to ggml's build; without it the compiler takes what this CPU has.
 GGML_AVX2 = ["-DGGML_NATIVE=OFF"] + [f"-DGGML_{name}=ON" for name in ("AVX", "AVX2", "FMA", "F16C", "BMI2")]
 
+# Parts of the archive, by how their names begin.
+LLAMA_FOLDER = "vendor/llama.cpp/"
+GGML_SOURCES = (f"{LLAMA_FOLDER}ggml/",)
+LLAMA_SOURCES = (
+    "llama_cpp/",
+    *(
+        f"{LLAMA_FOLDER}{part}"
+        for part in ("CMakeLists.txt", "LICENSE", "cmake/", "ggml/", "include/", "src/")
+    ),
+    f"{LLAMA_FOLDER}vendor/",
+)
+# Of llama.cpp the library alone, with the client and the server of RPC.
+LLAMA_OPTIONS = [
+    *("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DGGML_NATIVE=ON", "-DGGML_RPC=ON"),
+    *(f"-DLLAMA_BUILD_{part}=OFF" for part in ("COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER", "APP")),
+]
 # The archive has neither its tests nor its examples.
 GGML_OPTIONS = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_BUILD_TESTS=OFF", "-DGGML_BUILD_EXAMPLES=OFF"]
 
 
 class PeerUnavailable(Exception):
     """A peer cannot be had on this machine; the message says why."""
+
+
+@dataclass(frozen=True)
+class LlamaCppLibraries:
+    """llama.cpp as shared libraries, and llama-cpp-python's declarations of them.
+
+    Args:
+        folder: Where the libraries lie.
+        bindings: Folder of the package ``llama_cpp``.
+    """
+
+    folder: Path
+    bindings: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables with which Python finds both."""
+        return {"LLAMA_CPP_LIB_PATH": str(self.folder), "PYTHONPATH": str(self.bindings)}
 
 
 def cache_folder() -> Path:
@@ -73,49 +114,57 @@ class PeerEnvironment:
             PeerUnavailable: No sources, no compiler, or they do not build.
         """
         build = self._folder / f"ggml-{isa}"
-        if (build / "complete").exists():
-            return build / "src"
+        if not (build / "complete").exists():
+            sources = self._llama_cpp_sources("ggml-sources", GGML_SOURCES) / LLAMA_FOLDER / "ggml"
+            # The archive lacks this template of a file that nothing here reads.
+            (sources / "ggml.pc.in").touch()
+            self._progress(f"building ggml of {LLAMA_CPP} for {isa} (a minute or two)")
+            options = GGML_AVX2 if isa == "avx2" else ["-DGGML_NATIVE=ON"]
+            self._build(sources, build, [*GGML_OPTIONS, *options], ["ggml-base", "ggml-cpu"])
+        return build / "src"
+
+    def llama_cpp_with_rpc(self) -> LlamaCppLibraries:
+        """All of llama.cpp for this CPU, built from the same sources, with RPC; gguf beside it.
+
+        Raises:
+            PeerUnavailable: No sources, no compiler, or they do not build.
+        """
+        for requirement in (*BINDINGS_NEED, GGUF):
+            self.install(requirement)
+        sources, build = self._llama_cpp_sources("llama-sources", LLAMA_SOURCES), self._folder / "llama"
+        if not (build / "complete").exists():
+            self._progress(f"building llama.cpp of {LLAMA_CPP} with RPC (ten minutes of one core)")
+            self._build(sources / LLAMA_FOLDER, build, LLAMA_OPTIONS, ["llama", "ggml-rpc"])
+        return LlamaCppLibraries(build / "bin", sources)
+
+    def _build(self, sources: Path, build: Path, options: list[str], targets: list[str]) -> None:
         cmake = shutil.which("cmake")
         if cmake is None:
             self.install("cmake")
             cmake = str(self.python.with_name("cmake"))
-        sources = self._llama_cpp_sources()
-        self._progress(f"building ggml of {LLAMA_CPP} for {isa} (a minute or two)")
-        options = GGML_AVX2 if isa == "avx2" else ["-DGGML_NATIVE=ON"]
-        self._run([cmake, "-S", str(sources), "-B", str(build), *GGML_OPTIONS, *options])
-        targets = ["--target", "ggml-base", "ggml-cpu"]
-        self._run(["nice", cmake, "--build", str(build), "--parallel", "2", *targets])
+        self._run([cmake, "-S", str(sources), "-B", str(build), *options])
+        self._run(["nice", cmake, "--build", str(build), "--parallel", "2", "--target", *targets])
         (build / "complete").touch()
-        return build / "src"
 
-    def _llama_cpp_sources(self) -> Path:
-        sources = self._folder / "ggml-sources"
-        inner = Path("vendor") / "llama.cpp" / "ggml"
+    def _llama_cpp_sources(self, name: str, parts: tuple[str, ...]) -> Path:
+        """A folder with some folders of the archive."""
+        sources = self._folder / name
         if (sources / "complete").exists():
-            return sources / inner
+            return sources
         self._progress(f"fetching the sources of {LLAMA_CPP} (80 MB)")
-        name = LLAMA_CPP.partition("==")[0]
-        download = [
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--no-binary",
-            name,
-            "--dest",
-            str(sources),
-            LLAMA_CPP,
-        ]
-        self._run([str(self.python), "-m", "pip", *download])
+        only = ["--no-deps", "--no-binary", LLAMA_CPP.partition("==")[0]]
+        command = ["download", "--quiet", *only, "--dest", str(sources), LLAMA_CPP]
+        self._run([str(self.python), "-m", "pip", *command])
         archive = next(sources.glob("*.tar.gz"))
         with tarfile.open(archive) as tar:
             root = archive.name.removesuffix(".tar.gz")
-            wanted = f"{root}/{inner.as_posix()}/"
+            wanted = tuple(f"{root}/{part}" for part in parts)
             tar.extractall(sources, [each for each in tar if each.name.startswith(wanted)], filter="data")
-        (sources / root / "vendor").rename(sources / "vendor")
-        # The archive lacks this template of a file that nothing here reads.
-        (sources / inner / "ggml.pc.in").touch()
+        for folder in (sources / root).iterdir():
+            folder.rename(sources / folder.name)
+        archive.unlink()
         (sources / "complete").touch()
-        return sources / inner
+        return sources
 
     def install(self, requirement: str) -> None:
         """Installs one pinned package, without what it depends on.
