@@ -1,6 +1,6 @@
 """A whole model in llama.cpp's Q8_0 beside ours in fp8: decode and prefill, one process and two workers.
 
-    python benchmarks/peers/whole_model.py [--folder FOLDER] [--threads 2] [--rounds 7] [--layers 6] [--json]
+    python benchmarks/peers/whole_model.py [--folder FOLDER] [--threads 2] [--rounds 7] [--prefill bf16]
 
 The model has Qwen3-30B-A3B's layers, fewer of them, and random weights: FP8 with scales of 128 x 128
 weights, as published checkpoints have them. Both engines get the same weights: ours the converted
@@ -49,7 +49,7 @@ from whole_report import Allowed, Bytes, Setting, line_of, table
 from duckllm import LLM, SamplingParams, _native
 from duckllm.bench.ceilings import NUM_WINDOWS, MemoryCeilings, default_size_bytes
 from duckllm.bench.machine import LoadMeter, available_memory_bytes, commit, cpu_name, read_caches
-from duckllm.config import available_cores
+from duckllm.config import FORMAT_CHOICES, available_cores
 from duckllm.weights.convert import convert
 
 HERE = Path(__file__).parent
@@ -74,6 +74,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=min(2, available_cores()), help="cores used by all")
     parser.add_argument("--rounds", type=int, default=7, help="for medians")
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument(
+        "--format", default="fp8", choices=FORMAT_CHOICES, help="ours; fp9 is a copy in memory"
+    )
     parser.add_argument("--prefill", default="f32", choices=["f32", "bf16"], help="ours: duckllm's --prefill")
     parser.add_argument("--json", action="store_true", help="only the line of JSON")
     chosen = parser.parse_args(arguments)
@@ -136,7 +139,6 @@ class Ours:
             max_model_len=CONTEXT,
             max_num_seqs=1,
             kv_cache_bytes="256MiB",
-            weight_format="fp8",
             max_step_tokens=PREFILL,
             **options,
         )
@@ -322,7 +324,11 @@ def run(arguments: argparse.Namespace, folder: Path, progress: Callable[[str], N
     for workers in (0, threads):
         name = f"{threads} workers, 1 thread each" if workers else f"1 process, {threads} threads"
         progress(f"measuring: {name}")
-        options = {"workers": workers, "prefill": arguments.prefill}
+        options: dict[str, Any] = {
+            "workers": workers,
+            "weight_format": arguments.format,
+            "prefill": arguments.prefill,
+        }
         with ExitStack() as stack:
             servers: list[str] = []
             if workers:
@@ -358,6 +364,7 @@ def run(arguments: argparse.Namespace, folder: Path, progress: Callable[[str], N
                 "isa": _native.select_isa(),
                 "layers": arguments.layers,
                 "vocab_size": VOCAB_SIZE,
+                "format": arguments.format,
                 "prefill": arguments.prefill,
                 "tokens": {"prompt": PREFILL, "before_reply": PROMPT, "reply": REPLY},
                 "rounds": arguments.rounds,
