@@ -123,9 +123,10 @@ def test_the_ceiling_of_a_step_on_this_machine(demo: Inspection) -> None:
     assert one.wire_s is None
     assert one.step_s == one.memory_s
     assert one.bound == "memory"
-    # Two workers, five layers; a frame's header of 24 bytes, the step's of 16, x of 256, 4 experts.
+    # Two workers, five layers; a frame's header of 24 bytes, a request's of 16, a reply's of 40, x of 256,
+    # 4 experts.
     assert one.request_bytes == 2 * 5 * (40 + 4 * 256 + 4 * 8)
-    assert one.reply_bytes == 2 * 5 * (40 + 4 * 256)
+    assert one.reply_bytes == 2 * 5 * (64 + 4 * 256)
 
 
 def test_rows_of_a_prompt_leave_the_head_alone(demo: Inspection) -> None:

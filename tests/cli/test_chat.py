@@ -26,6 +26,7 @@ MEMORY = (
     "only with the same nodes in the same order and the same stripes on each.\n"
 )
 CACHE = {"kv_cache_bytes": None, "kv_memory_bytes": 0, "kv_disk_dir": None, "kv_disk_bytes": None}
+TRACE = {"trace": None, "trace_bytes": 256 << 20}
 
 
 class Outcome:
@@ -106,7 +107,9 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
     arguments = "/m --prompt x --workers a:1,b:2,c:3 --wire-dtype bf16 --max-model-len 99"
     arguments += " --device cuda:1 --format fp8 --draft stateless --draft-tokens 3 --lanes off"
     arguments += " --spares 1 --no-share-folder --shares 1,3 --cluster static --multicast 239.77.0.1:7400"
-    arguments += " --prepare-timeout-s 900 --worker-timeout-s 120.5"
+    arguments += (
+        f" --prepare-timeout-s 900 --worker-timeout-s 120.5 --trace {tmp_path}/t.json --trace-bytes 5MiB"
+    )
     sampling = "--temperature 0.5 --top-k 4 --top-p 0.75 --min-p 0.25 --seed 6 --max-tokens 8"
     sampling += " --repetition-penalty 1.25 --stop one --stop two,three"
     done = duckllm("chat", *arguments.split(), *sampling.split(), "--token-file", str(token))
@@ -128,6 +131,8 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
         "draft": "stateless",
         "draft_tokens": 3,
         "lanes": "off",
+        "trace": tmp_path / "t.json",
+        "trace_bytes": 5 << 20,
     }
     assert done.loaded == [("/m", {"workers": ("a:1", "b:2", "c:3"), **options}, 99)]
     assert done.model.params == [
@@ -211,7 +216,7 @@ def test_what_is_not_given_is_the_models_own(duckllm: Any, monkeypatch: pytest.M
         "cluster_token": None,
         **CACHE,
     }
-    options |= {"device": "auto", "draft": "auto", "draft_tokens": 1, "lanes": "auto"}
+    options |= {"device": "auto", "draft": "auto", "draft_tokens": 1, "lanes": "auto", **TRACE}
     assert done.loaded == [(None, {"workers": None, **options}, None)]
     assert done.model.params == [SamplingParams(temperature=0.25, top_k=9, max_tokens=5)]
 
@@ -494,4 +499,5 @@ def test_facts_count_the_guesses() -> None:
 
 def test_every_verb_is_mounted() -> None:
     names = [command.name for command in app.registered_commands]
-    assert names == ["chat", "serve", "convert", "inspect", "plan", "doctor", "worker"]
+    first = ["chat", "serve", "convert", "inspect", "plan"]
+    assert names == [*first, "simulate", "doctor", "trace", "worker"]
