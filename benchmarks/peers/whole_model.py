@@ -43,7 +43,7 @@ import numpy as np
 import torch
 from peer_install import LLAMA_CPP, LlamaCppLibraries, PeerEnvironment, PeerUnavailable, cache_folder
 from peer_process import PeerProcess
-from random_checkpoint import FloatModel, shape_of, write_checkpoint
+from whole_checkpoint import FloatModel, shape_of, write_checkpoint
 from whole_report import Allowed, Bytes, Setting, line_of, table
 
 from duckllm import LLM, SamplingParams, _native

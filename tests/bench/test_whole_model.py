@@ -19,7 +19,7 @@ from duckllm.weights.host_tensors import HostTensors
 from duckllm.weights.manifest import Manifest
 
 FOLDERS = [str(Path(__file__).parents[2] / "benchmarks" / name) for name in ("peers", "gpu")]
-MODULES = ("peer_install", "random_checkpoint", "gguf_writer", "whole_report", "whole_model")
+MODULES = ("peer_install", "whole_checkpoint", "gguf_writer", "whole_report", "whole_model")
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -74,7 +74,7 @@ def modules() -> Iterator[dict[str, ModuleType]]:
 
 @pytest.fixture(scope="module")
 def checkpoint(modules: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    making = modules["random_checkpoint"]
+    making = modules["whole_checkpoint"]
     folder: Path = tmp_path_factory.mktemp("whole") / "checkpoint"
     making.write_checkpoint(folder, making.shape_of(CONFIG, LAYERS, VOCAB), lambda line: None)
     return folder
@@ -90,7 +90,7 @@ def converted(checkpoint: Path) -> Path:
 def test_our_reply_is_verified_against_float32(
     modules: dict[str, ModuleType], checkpoint: Path, converted: Path, tmp_path: Path
 ) -> None:
-    whole, float_model = modules["whole_model"], modules["random_checkpoint"].FloatModel(checkpoint)
+    whole, float_model = modules["whole_model"], modules["whole_checkpoint"].FloatModel(checkpoint)
     whole.VOCAB_SIZE, whole.CONTEXT, whole.PREFILL = VOCAB, 128, 64
     given = np.arange(3, 3 + whole.GIVEN)
     with whole.Ours(converted, {"workers": 0}) as ours:
@@ -114,7 +114,7 @@ def test_our_reply_is_verified_against_float32(
 
 
 def test_scales_and_experts_differ(modules: dict[str, ModuleType], checkpoint: Path) -> None:
-    model = modules["random_checkpoint"].FloatModel(checkpoint)
+    model = modules["whole_checkpoint"].FloatModel(checkpoint)
     at = "model.layers.1.mlp.experts.{}.gate_proj.weight"
     first, second = model._weight(at.format(0)), model._weight(at.format(1))
     assert (first != second).float().mean() > 0.9
@@ -143,7 +143,7 @@ class Recorder:
 
 
 def test_the_gguf_has_the_same_weights(modules: dict[str, ModuleType], checkpoint: Path) -> None:
-    gguf_writer, model = modules["gguf_writer"], modules["random_checkpoint"].FloatModel(checkpoint)
+    gguf_writer, model = modules["gguf_writer"], modules["whole_checkpoint"].FloatModel(checkpoint)
     recorder, stored = Recorder(), gguf_writer.Checkpoint(checkpoint)
     gguf_writer.describe(recorder, stored.config)
     assert recorder.fields["expert_used_count"] == 2
