@@ -23,6 +23,7 @@ from duckllm.layers.linear import load_weight
 from duckllm.layers.rope import RotaryTable, rotate_half_split
 from duckllm.layers.runtime import Rotate
 from duckllm.layers.step import LayerCache, SequenceStep, StepContext, new_layer_cache
+from duckllm.moe.router import SigmoidRouting, SoftmaxRouting
 from duckllm.weights.host_tensors import HostTensors
 
 # Rows that the scratch memory holds; a longer step is taken by turns.
@@ -110,24 +111,23 @@ class CpuRuntime:
         _native.scale_by_sigmoid(y.numpy(), gate.numpy())
 
     def route_by_sigmoid(
-        self,
-        logits: torch.Tensor,
-        correction_bias: F32,
-        top_k: int,
-        num_groups: int,
-        topk_group: int,
-        normalize: bool,
-        scaling_factor: float,
+        self, logits: torch.Tensor, correction_bias: F32, routing: SigmoidRouting
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ids, weights = _native.route_by_sigmoid(
-            logits.numpy(), correction_bias, top_k, num_groups, topk_group, normalize, scaling_factor
+            logits.numpy(),
+            correction_bias,
+            routing.top_k,
+            routing.num_groups,
+            routing.topk_group,
+            routing.normalize,
+            routing.scaling_factor,
         )
         return torch.from_numpy(ids), torch.from_numpy(weights)
 
     def route_by_softmax(
-        self, logits: torch.Tensor, top_k: int, normalize: bool
+        self, logits: torch.Tensor, routing: SoftmaxRouting
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, weights = _native.route_by_softmax(logits.numpy(), top_k, normalize)
+        ids, weights = _native.route_by_softmax(logits.numpy(), routing.top_k, routing.normalize)
         return torch.from_numpy(ids), torch.from_numpy(weights)
 
     def new_layer_cache(self, widths: Sequence[int], max_tokens: int) -> LayerCache:

@@ -23,6 +23,7 @@ from duckllm.layers.cuda_step import CudaStep, new_rows
 from duckllm.layers.rope import RotaryTable, rotate_interleaved
 from duckllm.layers.runtime import Rotate
 from duckllm.layers.step import LayerCache, SequenceStep
+from duckllm.moe.router import SigmoidRouting, SoftmaxRouting
 from duckllm.weights.e4m3 import scale_shape
 from duckllm.weights.host_tensors import HostTensors
 from duckllm.weights.staging import Staging
@@ -128,23 +129,22 @@ class CudaRuntime:
         rowwise.scale_by_sigmoid(y, gate)
 
     def route_by_sigmoid(
-        self,
-        logits: torch.Tensor,
-        correction_bias: torch.Tensor,
-        top_k: int,
-        num_groups: int,
-        topk_group: int,
-        normalize: bool,
-        scaling_factor: float,
+        self, logits: torch.Tensor, correction_bias: torch.Tensor, routing: SigmoidRouting
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return route.route_by_sigmoid(
-            logits, correction_bias, top_k, num_groups, topk_group, normalize, scaling_factor
+            logits,
+            correction_bias,
+            routing.top_k,
+            routing.num_groups,
+            routing.topk_group,
+            routing.normalize,
+            routing.scaling_factor,
         )
 
     def route_by_softmax(
-        self, logits: torch.Tensor, top_k: int, normalize: bool
+        self, logits: torch.Tensor, routing: SoftmaxRouting
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return route.route_by_softmax(logits, top_k, normalize)
+        return route.route_by_softmax(logits, routing.top_k, routing.normalize)
 
     def new_layer_cache(self, widths: Sequence[int], max_tokens: int) -> LayerCache:
         num_rows = -(-max_tokens // PAGE_TOKENS) * PAGE_TOKENS

@@ -18,6 +18,7 @@ import torch
 if TYPE_CHECKING:
     from duckllm.layers.rope import RotaryTable
     from duckllm.layers.step import LayerCache, SequenceStep
+    from duckllm.moe.router import SigmoidRouting, SoftmaxRouting
     from duckllm.weights.host_tensors import HostTensors
 
 Rows: TypeAlias = Any  # [T, K] f32, in the form that the runtime's linear layers take
@@ -73,19 +74,12 @@ class Runtime(Protocol):
         """Multiplies each row with the sigmoid of its number in ``gate`` [T, 1]."""
 
     def route_by_sigmoid(
-        self,
-        logits: torch.Tensor,
-        correction_bias: Vector,
-        top_k: int,
-        num_groups: int,
-        topk_group: int,
-        normalize: bool,
-        scaling_factor: float,
+        self, logits: torch.Tensor, correction_bias: Vector, routing: SigmoidRouting
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts [T, K] int32, best first, and their weights f32: :mod:`duckllm.moe.router`."""
 
     def route_by_softmax(
-        self, logits: torch.Tensor, top_k: int, normalize: bool
+        self, logits: torch.Tensor, routing: SoftmaxRouting
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As :meth:`route_by_sigmoid`."""
 

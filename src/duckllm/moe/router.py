@@ -55,19 +55,12 @@ class Choosing(Protocol):
     """What chooses from logits: :class:`duckllm.layers.runtime.Runtime`."""
 
     def route_by_sigmoid(
-        self,
-        logits: torch.Tensor,
-        correction_bias: Any,
-        top_k: int,
-        num_groups: int,
-        topk_group: int,
-        normalize: bool,
-        scaling_factor: float,
+        self, logits: torch.Tensor, correction_bias: Any, routing: SigmoidRouting
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts and weights."""
 
     def route_by_softmax(
-        self, logits: torch.Tensor, top_k: int, normalize: bool
+        self, logits: torch.Tensor, routing: SoftmaxRouting
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts and weights."""
 
@@ -98,16 +91,7 @@ class GroupLimitedRouter:
         Reference:
             ``DeepseekV32TopkRouter`` of transformers; tests/moe/test_router.py has a scalar twin.
         """
-        routing = self.routing
-        return self._runtime.route_by_sigmoid(
-            self.gate(x),
-            self.correction_bias,
-            routing.top_k,
-            routing.num_groups,
-            routing.topk_group,
-            routing.normalize,
-            routing.scaling_factor,
-        )
+        return self._runtime.route_by_sigmoid(self.gate(x), self.correction_bias, self.routing)
 
 
 class SoftmaxRouter:
@@ -131,4 +115,4 @@ class SoftmaxRouter:
         Reference:
             ``Qwen3MoeTopKRouter`` of transformers; tests/moe/test_router.py has a scalar twin.
         """
-        return self._runtime.route_by_softmax(self.gate(x), self.routing.top_k, self.routing.normalize)
+        return self._runtime.route_by_softmax(self.gate(x), self.routing)
