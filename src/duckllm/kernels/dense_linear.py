@@ -25,8 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
+from duckllm.kernels.card import has_large_shared_memory
 from duckllm.kernels.half_rows import DECODE_ROWS, MAX_GROUPED_ROWS, TILE_ROWS
-from duckllm.kernels.shared_memory import has_large_shared_memory
 from duckllm.kernels.workspace import Workspace
 
 # Weights that are small: at most so many numbers, in rows that a program holds whole.

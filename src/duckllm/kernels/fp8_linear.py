@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from duckllm.kernels.card import can_start_early, has_e4m3, has_large_shared_memory
 from duckllm.kernels.half_rows import (
     DECODE_ROWS,
     MAX_GROUPED_ROWS,
@@ -34,13 +35,6 @@ from duckllm.kernels.half_rows import (
     empty_half_rows,
     store_half_blocks,
 )
-from duckllm.kernels.shared_memory import has_large_shared_memory
-
-
-@lru_cache
-def can_start_early(device: int) -> bool:
-    """Whether a kernel may start while the one before it runs, and wait within for its end."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def to_half_rows(x: torch.Tensor) -> HalfRows:
@@ -315,14 +309,13 @@ def multiply(x: HalfRows, weight: torch.Tensor, scales: torch.Tensor, dtype: tor
     out_features, in_features = weight.shape
     y = torch.empty(x.num_rows, out_features, dtype=dtype, device=weight.device)
     padded_rows, device = x.values.shape[0], weight.device.index or 0
-    has_e4m3 = torch.cuda.get_device_capability(weight.device) >= (8, 9)
     if padded_rows > MAX_GROUPED_ROWS:
         is_even = out_features % 64 == 0 and in_features % SCALE_BLOCK == 0
         grid = (padded_rows // TILE_ROWS, triton.cdiv(out_features, 64))
         _multiply_tiles[grid](
             x.values, x.factors, weight, scales, y, x.num_rows, padded_rows, out_features, in_features,
             y.stride(0), ROWS=TILE_ROWS, BLOCK_N=64, STAGES=_tile_stages(grid[0] * grid[1], device),
-            EVEN=is_even, HAS_E4M3=has_e4m3, num_warps=4,
+            EVEN=is_even, HAS_E4M3=has_e4m3(device), num_warps=4,
         )  # fmt: skip
         return y
     tiling = decode_tiling(out_features, in_features, device)
@@ -335,7 +328,7 @@ def multiply(x: HalfRows, weight: torch.Tensor, scales: torch.Tensor, dtype: tor
     _multiply_rows[(groups, triton.cdiv(out_features, tiling.block_n))](
         x.values, x.factors, weight, scales, y, x.num_rows, padded_rows, out_features, in_features,
         y.stride(0), ROWS=rows, BLOCK_N=tiling.block_n, WARPS=tiling.num_warps, AHEAD=tiling.ahead,
-        EVEN=is_even, ONCE=groups == 1, HAS_E4M3=has_e4m3, EARLY=is_early,
+        EVEN=is_even, ONCE=groups == 1, HAS_E4M3=has_e4m3(device), EARLY=is_early,
         num_warps=tiling.num_warps, maxnreg=tiling.max_registers, launch_pdl=is_early,
     )  # fmt: skip
     return y

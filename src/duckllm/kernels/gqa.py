@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from duckllm.kernels.fp8_linear import can_start_early, to_half_rows
+from duckllm.kernels.card import can_start_early
+from duckllm.kernels.fp8_linear import to_half_rows
 from duckllm.kernels.gqa_prefill import LOG2_E, ONE_TILE_ROWS, HeadShape, attend_tiles, power_of_2
 from duckllm.kernels.half_rows import MAX_GROUPED_ROWS, Activations, empty_half_rows, store_half_blocks
 from duckllm.kernels.step_rows import PAGE_TOKENS, StepRows

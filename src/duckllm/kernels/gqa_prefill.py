@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from duckllm.kernels.card import has_large_shared_memory
 from duckllm.kernels.half_rows import Activations, halve
-from duckllm.kernels.shared_memory import has_large_shared_memory
 from duckllm.kernels.step_rows import PAGE_TOKENS, StepRows
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)

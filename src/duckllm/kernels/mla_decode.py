@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
+from duckllm.kernels.card import has_large_shared_memory
 from duckllm.kernels.half_rows import MAX_GROUPED_ROWS
 from duckllm.kernels.indexer import Selection
-from duckllm.kernels.shared_memory import has_large_shared_memory
 from duckllm.kernels.step_rows import PAGE_TOKENS, StepRows
 
 # A part is 64 tokens at least; 64 parts of two tiles of heads fill the largest cards.

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from duckllm.kernels.card import has_e4m3, has_large_shared_memory
 from duckllm.kernels.fp8_linear import to_half_rows
 from duckllm.kernels.half_rows import (
     DECODE_ROWS,
@@ -26,7 +27,6 @@ from duckllm.kernels.half_rows import (
     empty_half_rows,
     halve,
 )
-from duckllm.kernels.shared_memory import has_large_shared_memory
 from duckllm.kernels.step_rows import StepRows
 
 # Rows of a tile of a prefill.
@@ -273,10 +273,6 @@ def _raise_stages(weight: torch.Tensor, tile: int) -> int:
     return 2 if has_large_shared_memory(weight.device.index or 0) else 1
 
 
-def _has_e4m3(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def absorb(
     heads: torch.Tensor, key_up: HeadWeights, interleaved: bool, rows: StepRows, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -305,7 +301,7 @@ def absorb(
         heads, key_up.weight, key_up.weight if key_up.scales is None else key_up.scales,
         rows.positions, rows.cos, rows.sin, q, num_rows, heads.stride(0), num_heads, nope, lora, half,
         ROWS=tile, COLUMNS=_COLUMNS, HALF=triton.next_power_of_2(half), INTERLEAVED=interleaved,
-        HAS_SCALES=key_up.scales is not None, HAS_E4M3=_has_e4m3(heads.device), num_warps=4,
+        HAS_SCALES=key_up.scales is not None, HAS_E4M3=has_e4m3(heads.device.index or 0), num_warps=4,
     )  # fmt: skip
     return q
 
@@ -334,7 +330,8 @@ def raise_values(context: torch.Tensor, value_up: HeadWeights) -> Activations:
     _raise[(triton.cdiv(num_rows, tile), num_heads, triton.cdiv(size, SCALE_BLOCK))](
         context, value_up.weight, value_up.weight if value_up.scales is None else value_up.scales,
         values, half.values, half.factors, num_rows, half.values.shape[0], num_heads, size, lora, ROWS=tile,
-        HAS_SCALES=value_up.scales is not None, HAS_E4M3=_has_e4m3(context.device), HALVED=is_halved,
-        STAGES=_raise_stages(value_up.weight, tile), num_warps=8 if tile == DECODE_ROWS else 4,
+        HAS_SCALES=value_up.scales is not None, HAS_E4M3=has_e4m3(context.device.index or 0),
+        HALVED=is_halved, STAGES=_raise_stages(value_up.weight, tile),
+        num_warps=8 if tile == DECODE_ROWS else 4,
     )  # fmt: skip
     return Activations(values, half if is_halved else to_half_rows(values))

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from duckllm.kernels.fp8_linear import can_start_early
+from duckllm.kernels.card import can_start_early
 from duckllm.kernels.half_rows import (
     MAX_GROUPED_ROWS,
     SCALE_BLOCK,
