@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from duckllm.cli.common import Waiting
+from duckllm.cli.model_options import InspectedModel
 from duckllm.config import WEIGHT_FORMATS, show_size
 
 if TYPE_CHECKING:
@@ -26,14 +27,7 @@ _KINDS = {
 
 
 def inspect(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Converted model, checkpoint folder, a folder with config.json alone, or a model on the "
-            "Hugging Face hub: org/name. By default the demo model.",
-            show_default=False,
-        ),
-    ] = None,
+    model: InspectedModel = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
     """Say what a model is: family, layers, sizes, formats, bytes by part and what nodes need for it.

@@ -30,6 +30,17 @@ ModelArgument = Annotated[
 ]
 
 
+# Of verbs that read no weights.
+InspectedModel = Annotated[
+    str | None,
+    typer.Argument(
+        help="Converted model, checkpoint folder, a folder with config.json alone, or a model on the "
+        "Hugging Face hub: org/name. By default the demo model.",
+        show_default=False,
+    ),
+]
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """What the command line says of a model's workers, device, memory and steps."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from duckllm.cli.common import Waiting, parse_shares, parse_workers
+from duckllm.cli.model_options import InspectedModel
 from duckllm.cli.plan_forecast import Forecasting
 from duckllm.config import MAX_STEP_TOKENS, MAX_WORKERS, WEIGHT_FORMATS, show_size
 from duckllm.device import check_device
@@ -33,14 +34,7 @@ _DEFAULT_CONTEXT = 8192
 
 
 def plan(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Converted model, checkpoint folder, a folder with config.json alone, or a model on the "
-            "Hugging Face hub: org/name. By default the demo model.",
-            show_default=False,
-        ),
-    ] = None,
+    model: InspectedModel = None,
     workers: Annotated[
         str | None,
         typer.Option(

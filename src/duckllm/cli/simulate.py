@@ -20,6 +20,7 @@ from duckllm.cli.bench_common import (
     parse_words,
     writing,
 )
+from duckllm.cli.model_options import InspectedModel
 from duckllm.config import MAX_STEP_TOKENS, WEIGHT_FORMATS, WIRE_DTYPES, available_cores
 from duckllm.errors import ConfigError
 
@@ -37,14 +38,7 @@ _DEFAULT_WORKERS = (8, 16, 32, 64)
 
 
 def simulate(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Converted model, checkpoint folder, a folder with config.json alone, or a model on the "
-            "Hugging Face hub: org/name. By default the demo model.",
-            show_default=False,
-        ),
-    ] = None,
+    model: InspectedModel = None,
     workers: Annotated[
         str | None,
         typer.Option(
