@@ -30,10 +30,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_experts import MAX_TOKENS, ExpertsHere, NoExperts, asked
+from bench_experts import ExpertsHere, NoExperts, asked
 from random_model import FORMAT, RandomTensors, cut, random_layers, write_model
 
 from duckllm import LLM, SamplingParams, _native
+from duckllm.assembly import experts_of_gpu
 from duckllm.bench.ceilings import read_ceiling
 from duckllm.bench.machine import commit, cpu_name
 from duckllm.config import available_cores
@@ -42,7 +43,7 @@ from duckllm.engine.stats import Choices
 from duckllm.layers.step import SequenceStep
 from duckllm.models.causal_lm import CausalLM
 from duckllm.models.registry import load_config, load_model
-from duckllm.moe.device_experts import DeviceExperts, Mailboxes
+from duckllm.moe.device_experts import DeviceExperts
 from duckllm.moe.executor import ExpertExecutor
 from duckllm.weights.architectures import layout_of
 from duckllm.weights.checkpoint import load_json
@@ -265,12 +266,10 @@ def measure_here(bench: Bench) -> dict[str, Any]:
     here = ExpertsHere(layout, layers, max(arguments.threads))
     ways: dict[str, tuple[CausalLM, Any]] = {"without experts": load(NoExperts())}
     if bench.device != "cpu":
-        from duckllm.kernels import exchange as kernels
 
         def on_gpu(server: _native.LaneServer) -> DeviceExperts:
             sizes = layout.hidden_size, layout.num_experts_per_tok
-            boxes = Mailboxes.new(len(LANES), MAX_TOKENS, *sizes, torch.device(bench.device))
-            return DeviceExperts(here, boxes, boxes.exchange(server), kernels)
+            return experts_of_gpu(here, server, *sizes, torch.device(bench.device))
 
         ways["nobody answers"] = load(on_gpu(_native.echo_server()))
         for threads in arguments.threads:

@@ -10,12 +10,9 @@ from bench_experts import Nothing
 from random_model import RandomTensors
 
 from duckllm import _native
-from duckllm.kernels import exchange as exchange_kernels
-from duckllm.kernels.half_rows import MAX_GROUPED_ROWS
+from duckllm.assembly import experts_of_gpu
 from duckllm.models.causal_lm import CausalLM
-from duckllm.models.config import ModelConfig
 from duckllm.models.registry import load_config
-from duckllm.moe.device_experts import DeviceExperts, Mailboxes
 from duckllm.weights.architectures import layout_of
 
 
@@ -27,22 +24,18 @@ class _Nobody:
         return Nothing(x)
 
 
-def zero_experts(config: ModelConfig, device: torch.device) -> DeviceExperts:
-    """Experts that answer zeros at once, through the exchange."""
-    boxes = Mailboxes.new(2, MAX_GROUPED_ROWS, config.hidden_size, config.routing.top_k, device)
-    exchange = boxes.exchange(_native.echo_server())
-    return DeviceExperts(_Nobody(), boxes, exchange, exchange_kernels)
-
-
 def host_model(folder: Path, max_tokens: int) -> CausalLM:
     """The host part of the model whose config.json lies in ``folder``."""
     device, config = torch.device("cuda"), json.loads((folder / "config.json").read_text())
     parsed = load_config(folder)
+    experts = experts_of_gpu(
+        _Nobody(), _native.echo_server(), parsed.hidden_size, parsed.routing.top_k, device
+    )
     tensors = RandomTensors(config, layout_of(config, {}), "cuda")
     return CausalLM(
         parsed,
         tensors,  # type: ignore[arg-type]
-        zero_experts(parsed, device),
+        experts,
         max_tokens=max_tokens,
         device=device,
     )

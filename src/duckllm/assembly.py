@@ -434,7 +434,9 @@ def _experts_here(
     if device.type == "cpu":
         return experts, view
     server = experts.server(max_tokens=config.max_step_tokens, num_threads=num_threads)
-    return experts_of_gpu(experts, server, model.manifest, device), view
+    manifest = model.manifest
+    sizes = manifest.hidden_size, manifest.num_experts_per_tok
+    return experts_of_gpu(experts, server, *sizes, device), view
 
 
 def _experts_on_workers(
@@ -466,13 +468,15 @@ def _experts_on_workers(
     )
     if device.type == "cpu":
         return experts, view
-    return experts_of_gpu(experts, transport.server(), manifest, device, flock, transport), view
+    sizes = manifest.hidden_size, manifest.num_experts_per_tok
+    return experts_of_gpu(experts, transport.server(), *sizes, device, flock, transport), view
 
 
 def experts_of_gpu(
     executor: ExpertExecutor,
     server: _native.LaneServer,
-    manifest: Manifest,
+    hidden_size: int,
+    top_k: int,
     device: torch.device,
     flock: Flock | None = None,
     transport: Transport | None = None,
@@ -482,7 +486,8 @@ def experts_of_gpu(
     Args:
         executor: Computes steps of CPU tensors.
         server: Computes those of captured graphs.
-        manifest: The model.
+        hidden_size: H.
+        top_k: K.
         device: The GPU.
         flock: Brings back workers, where there are some.
         transport: Theirs.
@@ -491,9 +496,7 @@ def experts_of_gpu(
     from duckllm.kernels.half_rows import MAX_GROUPED_ROWS
     from duckllm.moe.device_experts import DeviceExperts, Mailboxes
 
-    boxes = Mailboxes.new(
-        _LANES, MAX_GROUPED_ROWS, manifest.hidden_size, manifest.num_experts_per_tok, device
-    )
+    boxes = Mailboxes.new(_LANES, MAX_GROUPED_ROWS, hidden_size, top_k, device)
     exchange = boxes.exchange(server, flock=flock, transport=transport)
     return DeviceExperts(executor, boxes, exchange, kernels)
 

@@ -34,7 +34,9 @@ TOLERANCE = 0.08
 def gpu_model(folder: Path, max_tokens: int = 512) -> CausalLM:
     manifest, device = Manifest.load(folder), torch.device("cuda")
     local = LocalExperts(manifest, max_step_tokens=max_tokens)
-    experts = experts_of_gpu(local, local.server(max_tokens=64, num_threads=2), manifest, device)
+    sizes = manifest.hidden_size, manifest.num_experts_per_tok
+    server = local.server(max_tokens=64, num_threads=2)
+    experts = experts_of_gpu(local, server, *sizes, device)
     return load_model(load_config(folder), HostTensors(folder), experts, max_tokens=max_tokens, device=device)
 
 

@@ -23,6 +23,7 @@ from duckllm.layers.cuda_step import CudaStep, new_rows
 from duckllm.layers.rope import RotaryTable, rotate_interleaved
 from duckllm.layers.runtime import Rotate
 from duckllm.layers.step import LayerCache, SequenceStep
+from duckllm.moe.device_experts import copy_to_cpu
 from duckllm.moe.router import SigmoidRouting, SoftmaxRouting
 from duckllm.weights.e4m3 import scale_shape
 from duckllm.weights.host_tensors import HostTensors
@@ -171,12 +172,7 @@ class CudaRuntime:
         return lanes[0] if len(lanes) == 1 else torch.cat(tuple(lanes))
 
     def to_cpu(self, values: torch.Tensor) -> torch.Tensor:
-        copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        copy.copy_(values, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
-        copied.synchronize()
-        return copy
+        return copy_to_cpu(values)[0]
 
     def key_value_up(
         self, tensors: HostTensors, name: str, num_heads: int, nope_dim: int, v_dim: int, lora_rank: int

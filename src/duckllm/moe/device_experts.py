@@ -275,9 +275,7 @@ class CopiedStep:
         lane: int,
     ) -> CopiedStep:
         """Starts it, once what is on the current stream has given its tensors."""
-        held = _pinned_copy(x), _pinned_copy(topk_ids), _pinned_copy(topk_weights)
-        copied = torch.cuda.current_stream().record_event()
-        copied.synchronize()
+        held = copy_to_cpu(x, topk_ids, topk_weights)
         return cls(executor.submit(layer, held[0], held[1], held[2], lane), held, x.device)
 
     def wait(self, shared: torch.Tensor | None = None) -> torch.Tensor:
@@ -292,6 +290,13 @@ class CopiedStep:
         # PyTorch gives pinned memory to others only once the copy from it is over.
         routed = _pinned_copy(y).to(self._device, non_blocking=True)
         return routed if shared is None else routed.add_(shared)
+
+
+def copy_to_cpu(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors of a GPU in pinned memory, once the current stream has computed them."""
+    copies = tuple(map(_pinned_copy, tensors))
+    torch.cuda.current_stream().record_event().synchronize()
+    return copies
 
 
 def _pinned_copy(tensor: torch.Tensor) -> torch.Tensor:
