@@ -199,7 +199,7 @@ class RandomUnits:
 
     @staticmethod
     def _scale_section(hidden: int, intermediate: int) -> U8:
-        section = np.zeros(unit_scale_bytes(hidden) // 4, np.float32)
+        section = np.zeros(unit_scale_bytes(hidden, FORMAT) // 4, np.float32)
         blocks = scale_shape(hidden, hidden)[0]
         section[: 2 * blocks] = weight_scale(hidden)
         section[2 * blocks : 3 * blocks] = weight_scale(intermediate)

@@ -34,7 +34,7 @@ from rich.progress import track
 
 from duckllm import LLM, SamplingParams
 from duckllm.bench.machine import commit, cpu_name
-from duckllm.config import WEIGHT_FORMATS, WIRE_DTYPES, available_cores
+from duckllm.config import LOSSLESS_FORMATS, WIRE_DTYPES, available_cores
 from duckllm.demo import CHECKPOINT
 from duckllm.demo.suite import MAX_TOKENS, RECALL, TASKS, Choice, SuiteItem, load_choices, load_suite
 from duckllm.text import Tokenizer
@@ -65,7 +65,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--formats", nargs="+", default=list(WEIGHT_FORMATS), choices=WEIGHT_FORMATS)
+    parser.add_argument("--formats", nargs="+", default=list(LOSSLESS_FORMATS), choices=LOSSLESS_FORMATS)
     parser.add_argument("--wires", nargs="+", default=list(WIRE_DTYPES), choices=WIRE_DTYPES)
     parser.add_argument("--workers", type=int, default=2, help="at least 1: without any there is no wire")
     parser.add_argument("--every", type=int, default=1, help="take each so-manieth question, to try it")

@@ -49,7 +49,8 @@ std::vector<TileVariant> tile_variants(Isa isa) {
 }
 
 void convert_layout(const uint8_t* from, Layout layout, size_t hidden_size, size_t num_units, uint8_t* to) {
-  const size_t size = unit_bytes(WeightFormat::kFp9, hidden_size), head = unit_scale_bytes(hidden_size);
+  const size_t size = unit_bytes(WeightFormat::kFp9, hidden_size),
+               head = unit_scale_bytes(WeightFormat::kFp9, hidden_size);
   for (size_t unit = 0; unit < num_units; ++unit, from += size, to += size) {
     std::memcpy(to, from, head);
     for (size_t at = head; at < size; at += record_bytes(WeightFormat::kFp9)) {

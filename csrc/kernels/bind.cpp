@@ -174,6 +174,7 @@ nb::object py_pack_expert_units(const AnyArray& gate, const AnyArray& up, const 
                                 const AnyArray& down_scale, nb::object out, const std::string& format_name,
                                 const std::string& scale_layout) {
   const WeightFormat format = parse_format(format_name);
+  if (is_grouped(format)) fail("format", format_name, "fp9, fp8 or int8");
   if (gate.ndim() != 2 || gate.shape(0) == 0 || gate.shape(1) == 0) {
     fail("gate", "shape " + shape_of(gate), "shape [I, H] with both at least 1");
   }
@@ -200,12 +201,14 @@ nb::object py_pack_expert_units(const AnyArray& gate, const AnyArray& up, const 
   if (out.is_none()) out = nb::cast(new_array<uint8_t>(shape));
   const auto result = writable_array(out);
   auto* units = const_cast<uint8_t*>(checked<uint8_t>("out", result, "uint8", shape));
+  const bool is_int8 = format == WeightFormat::kInt8;
   const char* nan_field = nullptr;
   size_t nan_count = 0;
   {
     nb::gil_scoped_release release;
     for (auto [field, bytes] : {std::pair{"gate", expert.gate}, {"up", expert.up}, {"down", expert.down}}) {
-      nan_count = count_nan_e4m3(bytes, intermediate * hidden);
+      nan_count = is_int8 ? static_cast<size_t>(std::count(bytes, bytes + intermediate * hidden, 0))
+                          : count_nan_e4m3(bytes, intermediate * hidden);
       if (nan_count != 0) {
         nan_field = field;
         break;
@@ -213,7 +216,10 @@ nb::object py_pack_expert_units(const AnyArray& gate, const AnyArray& up, const 
     }
     if (nan_field == nullptr) pack_expert_units(expert, format, units);
   }
-  if (nan_field != nullptr) fail(nan_field, std::to_string(nan_count) + " NaN bytes (0x7f, 0xff)", "none");
+  if (nan_field != nullptr) {
+    fail(nan_field, std::to_string(nan_count) + (is_int8 ? " bytes 0 (-128)" : " NaN bytes (0x7f, 0xff)"),
+         "none");
+  }
   return out;
 }
 
@@ -267,7 +273,7 @@ void bind_kernels(nb::module_& m) {
                           parse_scale_layout(scale_layout));
       },
       "hidden_size"_a, "format"_a = "fp9", "scale_layout"_a = "block",
-      "Bytes of one unit (expert, stripe) in the format fp9 or fp8, scales by block or channel.\n\n"
+      "Bytes of one unit (expert, stripe) in a format, scales by block, channel or group.\n\n"
       "Raises:\n    ValueError: another format or layout, or a size out of range.");
   m.def("count_nan_e4m3", &py_count_nan_e4m3, "bytes"_a.noconvert(),
         nb::sig("def count_nan_e4m3(bytes: numpy.typing.NDArray[numpy.uint8]) -> int"),
@@ -283,13 +289,15 @@ void bind_kernels(nb::module_& m) {
           "down_scale: numpy.typing.NDArray[numpy.float32], "
           "out: numpy.typing.NDArray[numpy.uint8] | None = None, format: str = 'fp9', "
           "scale_layout: str = 'block') -> numpy.typing.NDArray[numpy.uint8]"),
-      "Packs one e4m3 expert into units of the format fp9 or fp8, scales by block or channel.\n\n"
+      "Packs one e4m3 expert into units of the format fp9 or fp8, or one of int8 codes into int8 ones, "
+      "scales\n"
+      "by block or channel.\n\n"
       "Shapes:\n"
       "    gate, up: [I, H] uint8; down: [H, I] uint8\n"
       "    gate_scale, up_scale: [ceil(I/128), ceil(H/128)] f32; down_scale: [ceil(H/128), ceil(I/128)] f32\n"
       "        in the layout channel gate_scale, up_scale: [I, 1] f32; down_scale: [H, 1] f32\n"
       "    out, result: [ceil(I/16), unit_bytes(H, format, scale_layout)] uint8\n\n"
-      "Raises:\n    ValueError: a wrong shape or type, or NaN bytes (with their count).\n\n"
+      "Raises:\n    ValueError: a wrong shape or type, or NaN bytes (with their count); in int8 bytes 0.\n\n"
       "Reference:\n    duckllm.weights.units, byte for byte");
   m.def("quantize_e4m3_blocks", &py_quantize_e4m3_blocks, "weights"_a.noconvert(),
         nb::sig("def quantize_e4m3_blocks(weights: numpy.typing.NDArray[numpy.float32]) -> "

@@ -23,13 +23,22 @@ WeightFormat parse_format(const std::string& name) {
   if (name == "fp9") return WeightFormat::kFp9;
   if (name == "fp8") return WeightFormat::kFp8;
   if (name == "fp8-normal") return WeightFormat::kFp8Normal;
-  throw std::invalid_argument("format: got '" + name + "', expected fp9 or fp8");
+  if (name == "int8") return WeightFormat::kInt8;
+  if (name == "int4") return WeightFormat::kInt4;
+  if (name == "int4-bf16") return WeightFormat::kInt4Bf16;
+  if (name == "int4-zero") return WeightFormat::kInt4Zero;
+  if (name == "int4-zero-bf16") return WeightFormat::kInt4ZeroBf16;
+  if (name == "mxfp4") return WeightFormat::kMxfp4;
+  throw std::invalid_argument(
+      "format: got '" + name +
+      "', expected fp9, fp8, int8, int4, int4-bf16, int4-zero, int4-zero-bf16 or mxfp4");
 }
 
 ScaleLayout parse_scale_layout(const std::string& name) {
   if (name == "block") return ScaleLayout::kBlock;
   if (name == "channel") return ScaleLayout::kChannel;
-  throw std::invalid_argument("scale_layout: got '" + name + "', expected block or channel");
+  if (name == "group") return ScaleLayout::kGroup;
+  throw std::invalid_argument("scale_layout: got '" + name + "', expected block, channel or group");
 }
 
 ExpertShape checked_shape(const ExpertShape& shape, uint32_t max_tokens) {

@@ -33,7 +33,7 @@ struct Unit {
         gate_scales(bytes),
         up_scales(bytes + 4 * num_gate_scales(hidden_size, layout)),
         down_scales(bytes + 8 * num_gate_scales(hidden_size, layout)),
-        gate_up(bytes + unit_scale_bytes(hidden_size, layout)),
+        gate_up(bytes + unit_scale_bytes(format, hidden_size, layout)),
         down(gate_up + 2 * records * record_bytes(format)) {}
 
   static size_t num_gate_scales(size_t hidden_size, ScaleLayout layout) {

@@ -37,6 +37,10 @@ void pack_rows(const RecordSource& source, size_t first_row, WeightFormat format
       const int row = static_cast<int>(first_row + i);
       const uint8_t byte = bytes[i * source.row_stride];
       const bool is_fp9 = format == WeightFormat::kFp9;
+      if (format == WeightFormat::kInt8) {
+        record[int8_index(row, static_cast<int>(lane))] = byte;
+        continue;
+      }
       record[weight_index(row, static_cast<int>(lane))] = is_fp9 ? kMagnitudes[byte] : byte;
       signs |= static_cast<uint32_t>(byte >> 7) << sign_bit(row);
     }
@@ -74,7 +78,7 @@ void pack_unit(const E4m3Expert& expert, size_t stripe, WeightFormat format, uin
   const size_t first_channel = stripe * kStripeChannels;
   const size_t channels = std::min<size_t>(kStripeChannels, intermediate - first_channel);
 
-  const size_t scale_bytes = unit_scale_bytes(hidden, expert.scale_layout);
+  const size_t scale_bytes = unit_scale_bytes(format, hidden, expert.scale_layout);
   std::memset(unit, 0, scale_bytes);
   if (expert.scale_layout == ScaleLayout::kChannel) {
     pack_channel_scales(expert, first_channel, channels, unit);
@@ -85,7 +89,7 @@ void pack_unit(const E4m3Expert& expert, size_t stripe, WeightFormat format, uin
   const size_t num_records = padded_hidden(hidden) / kRecordRows, bytes = record_bytes(format);
   uint8_t* gate_up = unit + scale_bytes;
   uint8_t* down = gate_up + 2 * num_records * bytes;
-  std::memset(gate_up, 0, 3 * num_records * bytes);
+  std::memset(gate_up, format == WeightFormat::kInt8 ? kInt8CodeOfZero : 0, 3 * num_records * bytes);
   for (size_t index = 0; index < num_records; ++index) {
     const size_t first = index * kRecordRows;
     const size_t rows = std::min<size_t>(kRecordRows, hidden - first);

@@ -10,7 +10,8 @@
 
 namespace duck {
 
-// One expert as the checkpoint has it: e4m3 bytes, row-major, and one f32 scale per 128x128 block or row.
+// One expert as the checkpoint has it: e4m3 bytes, row-major, and one f32 scale per 128x128 block or row; or
+// int8 codes with such scales.
 struct E4m3Expert {
   size_t hidden_size = 0;             // H
   size_t intermediate_size = 0;       // I
@@ -34,14 +35,14 @@ struct RecordSource {
   size_t row_stride, lane_stride, rows, lanes;
 };
 
-// Fills rows [first_row, first_row + source.rows) of an fp9 or fp8 record that is zero there.
+// Fills rows [first_row, first_row + source.rows) of an fp9, fp8 or int8 record that is zero there.
 void pack_rows(const RecordSource& source, size_t first_row, WeightFormat format, uint8_t* record);
 
 // How many of the bytes are e4m3 NaN (0x7f, 0xff).
 size_t count_nan_e4m3(const uint8_t* bytes, size_t size);
 
-// Writes all ceil(I / 16) units, unit_bytes(format, H, scale_layout) each, padding included, fp9 or fp8. The
-// expert must hold no NaN.
+// Writes all ceil(I / 16) units, unit_bytes(format, H, scale_layout) each, padding included, fp9, fp8 or
+// int8. The expert must hold no NaN.
 void pack_expert_units(const E4m3Expert& expert, WeightFormat format, uint8_t* units);
 
 // The e4m3 byte nearest to a value, ties to even, magnitudes over 448 to 448. The value must not be NaN.

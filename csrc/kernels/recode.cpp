@@ -92,7 +92,7 @@ bool recode_unit(size_t hidden_size, ScaleLayout layout, WeightFormat from, cons
     std::memcpy(out, unit, unit_bytes(from, hidden_size, layout));
     return true;
   }
-  const size_t scales = unit_scale_bytes(hidden_size, layout);
+  const size_t scales = unit_scale_bytes(from, hidden_size, layout);
   std::memcpy(out, unit, scales);
   const auto recode_record = from == WeightFormat::kFp9 ? fp8_from_fp9 : fp9_from_fp8;
   const size_t num_records = 3 * (padded_hidden(hidden_size) / kRecordRows);

@@ -15,6 +15,12 @@
 //         "fp8-normal".
 //   bf16  512 bf16 words, for dense layers.
 //   f32   512 f32, for dense layers: the rows one behind the other, 16 lanes each.
+//   int8  512 bytes q + 128, q from -127 to 127; four rows of a lane in their natural order, one operand of a
+//         dot product of bytes.
+//   int4, int4-bf16, int4-zero, int4-zero-bf16, mxfp4
+//         512 codes of 4 bits, and for each *group* (32 rows of a lane in gate and up, 16 in down) a 16-bit
+//         scale in the record. The formats "zero" have a zero point of 4 bits for each group in the scale
+//         section; those of the others are 8. mxfp4's codes are e2m1.
 #pragma once
 
 #include <cstddef>
@@ -28,16 +34,39 @@ enum class WeightFormat : uint8_t {
   kBf16 = 2,
   kFp8Normal = 3,  // the bytes of kFp8, decoded without denormal numbers
   kF32 = 4,
+  kInt8 = 5,
+  kInt4 = 6,          // f16 scales
+  kInt4Bf16 = 7,      // bf16 scales
+  kInt4Zero = 8,      // f16 scales, zero points
+  kInt4ZeroBf16 = 9,  // bf16 scales, zero points
+  kMxfp4 = 10,        // bf16 scales
 };
-inline constexpr int kNumWeightFormats = 5;
+inline constexpr int kNumWeightFormats = 5;  // those that FormatKernels decode to f32: the first ones
 
-// Whether a weight has scales beside its values: those of e4m3.
-inline constexpr bool has_scales(WeightFormat format) {
-  return format != WeightFormat::kBf16 && format != WeightFormat::kF32;
+// Whether a format holds e4m3 weights.
+inline constexpr bool is_e4m3(WeightFormat format) {
+  return format == WeightFormat::kFp9 || format == WeightFormat::kFp8 || format == WeightFormat::kFp8Normal;
 }
 
-// Which weights of an expert share a scale: 128 x 128 of a matrix, or one of its rows.
-enum class ScaleLayout : uint8_t { kBlock = 0, kChannel = 1 };
+// Whether a format holds codes of 4 bits whose scales lie in the records: layout "group".
+inline constexpr bool is_grouped(WeightFormat format) { return format >= WeightFormat::kInt4; }
+
+// Whether the groups of a format have zero points of their own.
+inline constexpr bool has_zero_points(WeightFormat format) {
+  return format == WeightFormat::kInt4Zero || format == WeightFormat::kInt4ZeroBf16;
+}
+
+// Whether the scales of a grouped format are bf16; else they are f16.
+inline constexpr bool has_bf16_scales(WeightFormat format) {
+  return format == WeightFormat::kInt4Bf16 || format == WeightFormat::kInt4ZeroBf16 ||
+         format == WeightFormat::kMxfp4;
+}
+
+// Whether a weight has f32 scales beside its value that a kernel multiplies block sums with: those of e4m3.
+inline constexpr bool has_scales(WeightFormat format) { return is_e4m3(format); }
+
+// Which weights of an expert share a scale: 128 x 128 of a matrix, or one of its rows, or a group of a row.
+enum class ScaleLayout : uint8_t { kBlock = 0, kChannel = 1, kGroup = 2 };
 
 inline constexpr int kStripeChannels = 16;  // intermediate channels of one stripe; lanes of a record
 inline constexpr int kRecordRows = 32;      // rows (of 16 lanes) of one record
@@ -46,19 +75,34 @@ inline constexpr int kScaleBlock = 128;  // rows and columns that share one f32 
 inline constexpr int kRecordsPerBlock = kScaleBlock / kRecordRows;
 inline constexpr int kStripesPerBlock = kScaleBlock / kStripeChannels;
 
+inline constexpr size_t kGroupCodeBytes = kRecordWeights / 2;  // of a record of a grouped format
+
+// Bytes of a record; of one of a grouped format's those of gate or up, whose codes and scales lie apart.
 inline constexpr size_t record_bytes(WeightFormat format) {
   switch (format) {
     case WeightFormat::kFp9:
       return kRecordWeights + 4 * kStripeChannels;
     case WeightFormat::kFp8:
     case WeightFormat::kFp8Normal:
+    case WeightFormat::kInt8:
       return kRecordWeights;
+    case WeightFormat::kInt4:
+    case WeightFormat::kInt4Bf16:
+    case WeightFormat::kInt4Zero:
+    case WeightFormat::kInt4ZeroBf16:
+    case WeightFormat::kMxfp4:
+      return kGroupCodeBytes + 2 * kStripeChannels;
     case WeightFormat::kBf16:
       return 2 * kRecordWeights;
     case WeightFormat::kF32:
       return 4 * kRecordWeights;
   }
   return 0;
+}
+
+// Bytes of a record of down: two groups a lane in a grouped format.
+inline constexpr size_t down_record_bytes(WeightFormat format) {
+  return is_grouped(format) ? kGroupCodeBytes + 4 * kStripeChannels : record_bytes(format);
 }
 
 // The bit of a lane's sign word that belongs to row `row` of an fp9 record: even rows in the lower half, odd
@@ -70,6 +114,21 @@ inline constexpr int weight_index(int row, int lane) {
   constexpr int kPlaces[4] = {0, 2, 1, 3};
   return 4 * kStripeChannels * (row / 4) + 4 * lane + kPlaces[row % 4];
 }
+
+// The same for int8, whose rows keep their order.
+inline constexpr int int8_index(int row, int lane) {
+  return 4 * kStripeChannels * (row / 4) + 4 * lane + row % 4;
+}
+
+// The byte of row `row`, lane `lane` among the codes of a grouped format, and whether it is the high half:
+// eight rows of a lane are one 32-bit word, rows j and j + 4 of them its byte j.
+inline constexpr int group_code_byte(int row, int lane) {
+  return 4 * kStripeChannels * (row / 8) + 4 * lane + row % 4;
+}
+inline constexpr bool is_high_half(int row) { return row % 8 >= 4; }
+
+// The code of the value 0 of an int8 or int4 weight, without zero points of its own.
+inline constexpr uint8_t kInt8CodeOfZero = 128, kInt4CodeOfZero = 8;
 
 // The same for bf16, whose pairs lie side by side as they are.
 inline constexpr int bf16_index(int row, int lane) {
@@ -91,6 +150,12 @@ inline constexpr float prescale(WeightFormat format) {
       return 0x1p80f;
     case WeightFormat::kBf16:
     case WeightFormat::kF32:
+    case WeightFormat::kInt8:
+    case WeightFormat::kInt4:
+    case WeightFormat::kInt4Bf16:
+    case WeightFormat::kInt4Zero:
+    case WeightFormat::kInt4ZeroBf16:
+    case WeightFormat::kMxfp4:
       return 1.0f;
   }
   return 0.0f;
@@ -116,19 +181,24 @@ inline constexpr size_t padded_hidden(size_t hidden_size) {
   return ceil_div(hidden_size, kRecordRows) * kRecordRows;
 }
 
-// Bytes of a unit's scale section, f32. By blocks: gate, up and down scales, ceil(H / 128) each, padded to 64
-// bytes. By channels: gate and up scales of the stripe's 16 channels, then H' down scales.
-inline constexpr size_t unit_scale_bytes(size_t hidden_size, ScaleLayout layout = ScaleLayout::kBlock) {
+// Bytes of a unit's scale section. By blocks: gate, up and down scales, ceil(H / 128) f32 each, padded to 64
+// bytes. By channels: gate and up scales of the stripe's 16 channels, then H' down scales, f32. By groups: a
+// zero point of 4 bits for each group, gate and up of a block of 32 hidden indices in 16 bytes, all of those
+// first, then down's 32 outputs of a block in 16 bytes, padded to 64; or nothing.
+inline constexpr size_t unit_scale_bytes(WeightFormat format, size_t hidden_size,
+                                         ScaleLayout layout = ScaleLayout::kBlock) {
+  if (is_grouped(format)) return has_zero_points(format) ? ceil_div(padded_hidden(hidden_size), 64) * 64 : 0;
   if (layout == ScaleLayout::kChannel) return 4 * (2 * kStripeChannels + padded_hidden(hidden_size));
   return ceil_div(3 * 4 * ceil_div(hidden_size, kScaleBlock), 64) * 64;
 }
 
 // Bytes of one unit = (expert, stripe): scales, then H'/32 pairs of records (gate, up), then H'/32 records of
-// down, H' = padded_hidden(H). A multiple of 64. fp9 or fp8.
+// down, H' = padded_hidden(H). A multiple of 64. Any format of experts; the layout of a grouped one is kGroup
+// whatever is said.
 inline constexpr size_t unit_bytes(WeightFormat format, size_t hidden_size,
                                    ScaleLayout layout = ScaleLayout::kBlock) {
-  return unit_scale_bytes(hidden_size, layout) +
-         3 * (padded_hidden(hidden_size) / kRecordRows) * record_bytes(format);
+  return unit_scale_bytes(format, hidden_size, layout) +
+         padded_hidden(hidden_size) / kRecordRows * (2 * record_bytes(format) + down_record_bytes(format));
 }
 
 }  // namespace duck

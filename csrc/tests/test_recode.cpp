@@ -24,7 +24,7 @@ std::vector<uint8_t> new_unit(WeightFormat format) {
 }
 
 void test_every_code_there_and_back() {
-  const size_t scales = duck::unit_scale_bytes(32);
+  const size_t scales = duck::unit_scale_bytes(WeightFormat::kFp8, 32);
   std::vector<uint8_t> fp8 = new_unit(WeightFormat::kFp8), fp9 = new_unit(WeightFormat::kFp9), again = fp8;
   for (int first = 0; first < 256; ++first) {
     for (size_t i = 1 + scales; i < fp8.size(); ++i) {

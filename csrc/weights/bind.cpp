@@ -24,7 +24,9 @@ using WritableUnits = nb::ndarray<uint8_t, nb::ndim<3>, nb::device::cpu>;
 template <class Array>
 void check_units(const std::string& name, const Array& units, const std::string& format_name,
                  size_t hidden_size, ScaleLayout layout) {
-  const size_t bytes = unit_bytes(parse_format(format_name), hidden_size, layout);
+  const WeightFormat format = parse_format(format_name);
+  if (!is_e4m3(format)) throw std::invalid_argument(name + ": got " + format_name + ", expected fp9 or fp8");
+  const size_t bytes = unit_bytes(format, hidden_size, layout);
   if (units.shape(2) != bytes) {
     throw std::invalid_argument(name + ": got units of " + std::to_string(units.shape(2)) +
                                 " bytes, expected " + std::to_string(bytes) + " as " + format_name);

@@ -41,7 +41,7 @@ def select_bf16(isa: str) -> str:
 
 def unit_bytes(hidden_size: int, format: str = "fp9", scale_layout: str = "block") -> int:
     """
-    Bytes of one unit (expert, stripe) in the format fp9 or fp8, scales by block or channel.
+    Bytes of one unit (expert, stripe) in a format, scales by block, channel or group.
 
     Raises:
         ValueError: another format or layout, or a size out of range.
@@ -67,7 +67,8 @@ def pack_expert_units(
     scale_layout: str = "block",
 ) -> numpy.typing.NDArray[numpy.uint8]:
     """
-    Packs one e4m3 expert into units of the format fp9 or fp8, scales by block or channel.
+    Packs one e4m3 expert into units of the format fp9 or fp8, or one of int8 codes into int8 ones, scales
+    by block or channel.
 
     Shapes:
         gate, up: [I, H] uint8; down: [H, I] uint8
@@ -76,7 +77,7 @@ def pack_expert_units(
         out, result: [ceil(I/16), unit_bytes(H, format, scale_layout)] uint8
 
     Raises:
-        ValueError: a wrong shape or type, or NaN bytes (with their count).
+        ValueError: a wrong shape or type, or NaN bytes (with their count); in int8 bytes 0.
 
     Reference:
         duckllm.weights.units, byte for byte
@@ -554,9 +555,9 @@ PROTOCOL_VERSION: int = 4
 
 FRAME_HEADER_BYTES: int = 24
 
-STEP_REPLY_HEADER_BYTES: int = 40
-
 STEP_REQUEST_HEADER_BYTES: int = 16
+
+STEP_REPLY_HEADER_BYTES: int = 40
 
 NONCE_BYTES: int = 32
 

@@ -13,10 +13,16 @@ from dataclasses import dataclass
 from duckllm.errors import ConfigError, InWords
 
 WIRE_DTYPES = ("f32", "bf16")
-WEIGHT_FORMATS = ("fp9", "fp8")  # what each is, duckllm.weights.formats says
-SCALE_LAYOUTS = ("block", "channel")  # one scale for 128 x 128 weights, or for a row of a matrix
+LOSSLESS_FORMATS = ("fp9", "fp8")  # of e4m3 weights, as they are
+# What each is, duckllm.weights.formats says.
+WEIGHT_FORMATS = (*LOSSLESS_FORMATS, "int8", "int4", "int4-bf16", "int4-zero", "int4-zero-bf16", "mxfp4")
+SCALE_LAYOUTS = (
+    "block",
+    "channel",
+    "group",
+)  # one scale for 128 x 128 weights, a row of a matrix, or a group
 PREFILLS = ("f32", "bf16")  # csrc/kernels/experts.h says what each computes
-FORMAT_CHOICES = ("auto", *WEIGHT_FORMATS)
+FORMAT_CHOICES = ("auto", *LOSSLESS_FORMATS)
 DRAFTS = ("auto", "on", "off", "stateless")
 LANES = ("auto", "on", "off")
 MAX_DRAFT_TOKENS = 8

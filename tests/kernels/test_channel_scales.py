@@ -183,5 +183,5 @@ def test_units_of_the_other_layout_are_refused(new_experts: NewExperts) -> None:
         ValueError, match=r"^units: got shape \[1, 2, 3840\], expected shape \[1, stripes, 3520"
     ):
         new_experts(block).run(pack(channel), *step)
-    with pytest.raises(ValueError, match=r"^scale_layout: got 'row', expected block or channel$"):
+    with pytest.raises(ValueError, match=r"^scale_layout: got 'row', expected block, channel or group$"):
         new_experts(block, scale_layout="row")

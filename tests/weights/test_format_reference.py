@@ -232,7 +232,7 @@ def test_scales_of_another_layout_are_refused(given: str, other: str) -> None:
         pack_expert_units(expert, "fp9", other)
     with pytest.raises(ValueError, match=r"gate_scale: got shape \[\d+, 1\], expected shape \[\d+, 1\]"):
         pack_units(expert, "fp9", other)
-    with pytest.raises(ValueError, match="scale_layout: got 'row', expected block or channel"):
+    with pytest.raises(ValueError, match="scale_layout: got 'row', expected block, channel or group"):
         pack_units(expert, "fp9", "row")
 
 

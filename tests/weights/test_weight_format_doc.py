@@ -20,7 +20,10 @@ from safetensors import safe_open
 
 from duckllm.weights import e4m3, formats, fp9
 from duckllm.weights.convert import convert
+from duckllm.weights.grouped import QuantisedExpert, QuantisedMatrix, pack_quantised_expert
 from duckllm.weights.units import ExpertWeights, pack_expert_units
+
+GROUPED = ("int4", "int4-bf16", "int4-zero", "int4-zero-bf16", "mxfp4")
 
 
 def ceil(a: int, b: int) -> int:
@@ -229,7 +232,7 @@ def example_matrices(page: str) -> dict[str, tuple[np.ndarray, float, list[float
 @pytest.mark.parametrize(("weight_format", "size", "num_lines"), [("fp9", 1792, 7), ("fp8", 1600, 4)])
 def test_the_example_of_the_page(page: str, weight_format: str, size: int, num_lines: int) -> None:
     assert f"64 + 3 * {RECORD_BYTES[weight_format]} = {size}" in page
-    matrices = example_matrices(page)
+    matrices = example_matrices(page.split("The other formats, of the same sizes")[0])
     assert set(matrices) == {"gate", "up", "down"}
     codes = [matrices[name][0] for name in ("gate", "up", "down")]
     scales = [np.full((1, 1), matrices[name][1], np.float32) for name in ("gate", "up", "down")]
@@ -247,6 +250,138 @@ def test_the_example_of_the_page(page: str, weight_format: str, size: int, num_l
         assert [weights[name, r, c] for r in range(rows) for c in range(columns)] == values
 
 
+def listed_unit(page: str, weight_format: str, size: int, fills: list[tuple[int, int, int]]) -> bytes:
+    """The unit that the page lists: first, end and byte of what fills the lines that it leaves out."""
+    shown = bytearray(size)
+    for first, end, fill in fills:
+        shown[first:end] = bytes([fill]) * (end - first)
+    listing = page.split(f"The unit in {weight_format}, ")[1].split("```")[1]
+    lines = re.findall(r"^([0-9a-f]{4})((?:  ?[0-9a-f]{2}){16})$", listing, re.MULTILINE)
+    assert len(lines) == listing.strip().count("\n") + 1
+    for offset, text in lines:
+        shown[int(offset, 16) : int(offset, 16) + 16] = bytes.fromhex(text)
+    return bytes(shown)
+
+
+def test_the_int8_example_of_the_page(page: str) -> None:
+    section = page.split("The matrices in int8")[1]
+    matrices = example_matrices(section.split("The unit in int8")[0])
+    names = ("gate", "up", "down")
+    scales = [np.full((1, 1), matrices[name][1], np.float32) for name in names]
+    units = pack_expert_units(ExpertWeights(*(matrices[name][0] for name in names), *scales), "int8")
+    unit = listed_unit(page, "int8", 64 + 3 * 512, [(64, 1600, 128)])
+    assert units.tobytes() == unit
+    for name, (codes, scale, values) in matrices.items():
+        rows, columns = codes.shape
+        for r in range(rows):
+            for c in range(columns):
+                row, lane = c, r  # of down, too: its rows are channels
+                record = 64 + 512 * names.index(name)
+                byte = unit[record + 64 * (row // 4) + 4 * lane + row % 4]
+                assert (byte - 128) * scale == values[r * columns + c]
+
+
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
+def read_grouped(
+    unit: bytes, hidden: int, intermediate: int, stripe: int, weight_format: str
+) -> dict[tuple[str, int, int], float]:
+    """Weight by (matrix, row, column) of a unit of groups."""
+    blocks = ceil(hidden, 32)
+    with_zeros = "zero" in weight_format
+    start = ceil(32 * blocks, 64) * 64 if with_zeros else 0
+
+    def scale(at: int) -> float:
+        if weight_format in ("int4", "int4-zero"):
+            return struct.unpack_from("<e", unit, at)[0]
+        return struct.unpack("<f", b"\0\0" + unit[at : at + 2])[0]
+
+    def zero(index: int) -> int:
+        return unit[index // 2] >> 4 * (index % 2) & 15 if with_zeros else 8
+
+    def weight(codes: int, row: int, lane: int, zero: int, scale: float) -> float:
+        code = unit[codes + 64 * (row // 8) + 4 * lane + row % 4] >> (4 if row % 8 >= 4 else 0) & 15
+        return (E2M1[code] if weight_format == "mxfp4" else code - zero) * scale
+
+    weights = {}
+    channels = min(16, intermediate - 16 * stripe)
+    for block in range(blocks):
+        pair, down = start + 576 * block, start + 576 * blocks + 320 * block
+        for half, matrix in enumerate(("gate", "up")):
+            for lane in range(channels):
+                group = zero(32 * block + 16 * half + lane), scale(pair + 512 + 32 * half + 2 * lane)
+                for row in range(min(32, hidden - 32 * block)):
+                    place = matrix, 16 * stripe + lane, 32 * block + row
+                    weights[place] = weight(pair + 256 * half, row, lane, *group)
+        for output in range(min(32, hidden - 32 * block)):
+            group = zero(32 * blocks + 32 * block + output), scale(down + 256 + 2 * output)
+            for channel in range(channels):
+                place = "down", 32 * block + output, 16 * stripe + channel
+                weights[place] = weight(down + 128 * (output // 16), channel, output % 16, *group)
+    return weights
+
+
+@pytest.mark.parametrize("weight_format", ["int4", "int4-zero", "mxfp4"])
+def test_the_examples_of_groups_of_the_page(page: str, weight_format: str) -> None:
+    table = re.findall(
+        r"^\| (gate|up|down) \[(\d), (\d)\] \| (`.*)$", page.split("in groups, one a row")[1], re.M
+    )
+    assert [row[0] for row in table] == ["gate", "up", "down"]
+    grouped = formats.FORMATS[weight_format].grouped
+    assert grouped is not None
+    matrices, expected = [], {}
+    for name, rows, columns, rest in table:
+        codes, scales, zeros, *values = (cell.strip() for cell in rest.strip(" |").split("|"))
+        numbers = [int(code, 16) for code in re.findall(r"[0-9a-f]", codes)]
+        shape = int(rows), int(columns)
+        matrices.append(
+            QuantisedMatrix(
+                np.array(numbers, np.uint8).reshape(shape),
+                np.array([[float(scale)] for scale in scales.split(", ")], np.float32),
+                grouped.scale_type,
+                np.array([[int(zero)] for zero in zeros.split(", ")], np.uint8)
+                if grouped.has_zeros
+                else None,
+                16 if name == "down" else 32,
+                grouped.kind,
+            )
+        )
+        column = ["int4", "int4-zero", "mxfp4"].index(weight_format)
+        listed = [float(value) for value in re.split("[,/]", values[column])]
+        places = [(name, r, c) for r in range(shape[0]) for c in range(shape[1])]
+        expected |= dict(zip(places, listed, strict=True))
+    size = formats.unit_bytes(3, weight_format)
+    start = size - 896
+    fill = 0 if weight_format == "mxfp4" else 0x88
+    fills = [(start, start + 512, fill), (start + 576, start + 832, fill)]
+    unit = listed_unit(page, weight_format, size, fills)
+    assert pack_quantised_expert(QuantisedExpert(*matrices), weight_format).tobytes() == unit
+    assert read_grouped(unit, 3, 2, 0, weight_format) == expected
+
+
+@pytest.mark.parametrize("weight_format", GROUPED)
+def test_the_reader_of_the_page_reads_groups(weight_format: str) -> None:
+    grouped = formats.FORMATS[weight_format].grouped
+    assert grouped is not None
+    rng = np.random.default_rng(3)
+
+    def matrix(rows: int, columns: int, size: int) -> QuantisedMatrix:
+        scales = rng.integers(1, 99, (rows, ceil(columns, size))).astype(np.float32) / 64
+        zeros = rng.integers(0, 16, scales.shape).astype(np.uint8) if grouped.has_zeros else None
+        codes = rng.integers(0, 16, (rows, columns)).astype(np.uint8)
+        return QuantisedMatrix(codes, scales, grouped.scale_type, zeros, size, grouped.kind)
+
+    expert = QuantisedExpert(matrix(40, 70, 32), matrix(40, 70, 64), matrix(70, 40, 16))
+    read: dict[tuple[str, int, int], float] = {}
+    for stripe, unit in enumerate(pack_quantised_expert(expert, weight_format)):
+        read |= read_grouped(unit.tobytes(), 70, 40, stripe, weight_format)
+    for name in ("gate", "up", "down"):
+        for (row, column), value in np.ndenumerate(getattr(expert, name).values()):
+            assert read.pop((name, row, column)) == value
+    assert not read
+
+
 def test_the_numbers_of_the_page(page: str) -> None:
     big, small = ([formats.unit_bytes(hidden, name) for name in FORMATS] for hidden in (7168, 256))
     assert f"With H = 7168 it is {big[0]:,} in fp9 and {big[1]:,} in fp8; " in page
@@ -255,7 +390,18 @@ def test_the_numbers_of_the_page(page: str) -> None:
     of_channels = f"these are {big[0]:,} and {big[1]:,}; {small[0]:,} and {small[1]:,}."
     assert f"In the layout channel {of_channels}" in page
     assert all(f"- **{layout}**: one scale" in page for layout in LAYOUTS)
-    assert set(formats.FORMATS) == set(FORMATS)
+    of_groups = [formats.unit_bytes(hidden, name) for hidden in (7168, 256) for name in ("int4", "int4-zero")]
+    wide, wide_zero, narrow, narrow_zero = (f"{size:,}" for size in of_groups)
+    assert (
+        f"it is {wide}, and {wide_zero} with zero points; with H = 256, {narrow} and {narrow_zero}." in page
+    )
+    for names, bits in re.findall(r"^\| (\*\*.*?) \|.*\| ([\d., ]+) \|$", page, re.MULTILINE):
+        found = re.findall(r"\*\*(.*?)\*\*", names)
+        shown = bits.split(", ") * (len(found) if ", " not in bits else 1)
+        assert [f"{formats.bits_per_weight(name):.2f}" for name in found] == shown
+    assert set(re.findall(r"\*\*(\w+[\w-]*)\*\*", page.split("fp9 and fp8 differ")[0])) == set(
+        formats.FORMATS
+    )
     listed = re.search(r"\| 0x01 \.\.\. 0x07 .*? \| (.*?) \|", page)
     assert listed is not None
     magnitudes, _ = fp9.encode_e4m3(np.arange(1, 8, dtype=np.uint8))

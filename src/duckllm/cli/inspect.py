@@ -12,7 +12,7 @@ import typer
 
 from duckllm.cli.common import Waiting
 from duckllm.cli.model_options import InspectedModel
-from duckllm.config import WEIGHT_FORMATS, show_size
+from duckllm.config import LOSSLESS_FORMATS, show_size
 
 if TYPE_CHECKING:
     from duckllm.models.inspection import Inspection
@@ -47,7 +47,7 @@ def facts_of(model: Inspection) -> dict[str, Any]:
     from duckllm.plan import plan_cluster
 
     layout = model.layout
-    formats = (model.weight_format,) if model.weight_format else WEIGHT_FORMATS
+    formats = (model.weight_format,) if model.weight_format else LOSSLESS_FORMATS
     nodes = [count for count in _NODES if count <= model.num_stripes]
 
     def need(count: int, weight_format: str) -> int:

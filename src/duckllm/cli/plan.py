@@ -15,7 +15,7 @@ import typer
 from duckllm.cli.common import Waiting, parse_shares, parse_workers
 from duckllm.cli.model_options import InspectedModel
 from duckllm.cli.plan_forecast import Forecasting
-from duckllm.config import MAX_STEP_TOKENS, MAX_WORKERS, WEIGHT_FORMATS, show_size
+from duckllm.config import LOSSLESS_FORMATS, MAX_STEP_TOKENS, MAX_WORKERS, show_size
 from duckllm.device import check_device
 from duckllm.errors import ConfigError, PlacementError
 
@@ -353,9 +353,9 @@ def _parse_isas(text: str | None) -> list[str]:
 
 def _parse_format(asked: str, held: str | None) -> str:
     """A worker may compute in the other format, on a copy; what it maps is what was converted."""
-    if asked and asked not in WEIGHT_FORMATS:
-        raise ConfigError("format", asked, "one of " + ", ".join(WEIGHT_FORMATS))
-    return asked or held or WEIGHT_FORMATS[0]
+    if asked and asked not in LOSSLESS_FORMATS:
+        raise ConfigError("format", asked, "one of " + ", ".join(LOSSLESS_FORMATS))
+    return asked or held or LOSSLESS_FORMATS[0]
 
 
 def facts_of(path: str, plan: ClusterPlan) -> dict[str, Any]:

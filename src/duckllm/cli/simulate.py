@@ -21,7 +21,7 @@ from duckllm.cli.bench_common import (
     writing,
 )
 from duckllm.cli.model_options import InspectedModel
-from duckllm.config import MAX_STEP_TOKENS, WEIGHT_FORMATS, WIRE_DTYPES, available_cores
+from duckllm.config import LOSSLESS_FORMATS, MAX_STEP_TOKENS, WIRE_DTYPES, available_cores
 from duckllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -109,21 +109,21 @@ def simulate(
     for field, value, known in (
         ("wire_dtype", wire_dtype, WIRE_DTYPES),
         ("reply_dtype", reply_dtype, WIRE_DTYPES),
-        ("format", weight_format, ("", *WEIGHT_FORMATS)),
+        ("format", weight_format, ("", *LOSSLESS_FORMATS)),
     ):
         if value not in known:
             raise ConfigError(field, value, "one of " + ", ".join(filter(None, known)))
     for field, number in (("host_link", host_link), ("layer_us", layer_us)):
         _check_number(field, number, 0.0)
     slower = parse_slow(slow, max(counts))
-    describe_node(node, WEIGHT_FORMATS[0], speed, link, delay_us)  # which refuses before anything is read
+    describe_node(node, LOSSLESS_FORMATS[0], speed, link, delay_us)  # which refuses before anything is read
     if plot is not None:
         check_plot(plot)
     if save is not None:
         check_save(save)
     with Waiting(f"Reading {model or 'the demo model'}"):
         found = inspect_model(find_model(model, whole=False).folder)
-    chosen = weight_format or found.weight_format or WEIGHT_FORMATS[0]
+    chosen = weight_format or found.weight_format or LOSSLESS_FORMATS[0]
     each = describe_node(node, chosen, speed, link, delay_us)
     experts = expert_layers(found, chosen, wire_dtype, reply_dtype)
     if workers is None:

@@ -24,7 +24,7 @@ from duckllm.cluster.fetch import wait_all_ready
 from duckllm.cluster.frames import ControlChannel, PeerClosedError, safe_text
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.cluster.shared_memory import SharedChannel
-from duckllm.config import WEIGHT_FORMATS
+from duckllm.config import LOSSLESS_FORMATS
 from duckllm.errors import AuthenticationError, ProtocolError, WorkerUnavailableError, show_value
 from duckllm.weights.formats import unit_bytes
 
@@ -167,8 +167,8 @@ class Connection:
         self.verified_stripes = _count(ready, "verified_stripes", peer)
         self.fetched_bytes = _count(ready, "fetched_bytes", peer)
         weight_format = _text(ready, "weight_format", peer)
-        if weight_format not in WEIGHT_FORMATS:
-            expected = f"one of {', '.join(WEIGHT_FORMATS)}"
+        if weight_format not in LOSSLESS_FORMATS:
+            expected = f"one of {', '.join(LOSSLESS_FORMATS)}"
             raise ProtocolError(f"weight_format from {peer}: got {weight_format!r}, expected {expected}")
         num_units = len(plan.layers) * plan.num_experts * plan.num_stripes
         if plan.multicast is not None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from duckllm import _native
-from duckllm.config import FORMAT_CHOICES, SCALE_LAYOUTS, WEIGHT_FORMATS, WIRE_DTYPES, parse_multicast
+from duckllm.config import FORMAT_CHOICES, LOSSLESS_FORMATS, SCALE_LAYOUTS, WIRE_DTYPES, parse_multicast
 from duckllm.errors import ConfigError, ProtocolError, show_value
 from duckllm.weights.json_values import is_plain_name, is_sha256
 
@@ -119,7 +119,7 @@ class WorkerPlan:
         for name in ("model_hash", "folder"):
             _check(name, value[name], "a text", isinstance(value[name], str) and len(value[name]) <= 4096)
         for name, known in (
-            ("format", WEIGHT_FORMATS),
+            ("format", LOSSLESS_FORMATS),
             ("scale_layout", SCALE_LAYOUTS),
             ("wire_dtype", WIRE_DTYPES),
             ("reply_dtype", WIRE_DTYPES),

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from duckllm import _native
+from duckllm.config import LOSSLESS_FORMATS
 from duckllm.errors import WeightFormatError
 from duckllm.weights.e4m3 import U8
-from duckllm.weights.formats import FORMATS, unit_bytes
+from duckllm.weights.formats import is_lossless, unit_bytes
 from duckllm.weights.recode import available_memory_bytes, copy_fits, recode_units
 from duckllm.weights.records import STRIPE_CHANNELS
 
@@ -104,7 +105,9 @@ def choose_format(
         return FormatChoice(requested, f"{stored} as a copy in {requested}")
     if part.num_bytes(stored) < MIN_MEASURED_BYTES:
         return FormatChoice(stored, f"{stored} as stored, too small to measure others")
-    (other,) = FORMATS.keys() - {stored}
+    if not is_lossless(stored):
+        return FormatChoice(stored, f"{stored} as stored, which no other format holds")
+    (other,) = set(LOSSLESS_FORMATS) - {stored}
     need = part.num_bytes(other)
     if not copy_fits(need):
         reason = f"{stored} as stored, no room for a copy of {need / 1e9:.1f} GB in {other}"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import duckllm
+from duckllm.config import LOSSLESS_FORMATS
 from duckllm.errors import CheckpointError, ConfigError, DiskSpaceError
 from duckllm.weights.architectures import layout_of
 from duckllm.weights.checkpoint import MODELOPT_FILE, Checkpoint
@@ -33,7 +34,7 @@ from duckllm.weights.files import (
     model_errors,
     write_atomically,
 )
-from duckllm.weights.formats import FORMATS, num_stripes, unit_bytes
+from duckllm.weights.formats import num_stripes, unit_bytes
 from duckllm.weights.layout import ModelLayout
 from duckllm.weights.manifest import MANIFEST_FILE, HostFile, Manifest
 from duckllm.weights.pack import expert_file_bytes, host_file_bytes, write_expert_file, write_host_file
@@ -121,8 +122,8 @@ def convert(
     """
     source, destination = Path(src), Path(dst)
     report = progress or (lambda stage, done, total: None)
-    if weight_format not in FORMATS:
-        raise ConfigError("format", weight_format, "one of " + ", ".join(FORMATS))
+    if weight_format not in LOSSLESS_FORMATS:
+        raise ConfigError("format", weight_format, "one of " + ", ".join(LOSSLESS_FORMATS))
     with _disk_errors(destination):
         _check_places(source, destination)
     checkpoint = Checkpoint.open(source)

@@ -1,4 +1,6 @@
-"""Units of an expert in numpy, in any format: the readable twin of the native packer.
+"""Units of an expert in numpy, in formats of bytes: the readable twin of the native packer.
+
+:mod:`duckllm.weights.grouped` has the same for formats of 4 bits.
 
 Called by the converter's checks, by tests and by whoever wants the weights of a unit back. It knows bytes and
 arrays only, no files and no models, and imports no torch.
@@ -15,6 +17,7 @@ from duckllm.errors import WeightFormatError
 from duckllm.weights.e4m3 import F32, SCALE_BLOCK, U8, ceil_div
 from duckllm.weights.formats import (
     FORMATS,
+    ByteRecord,
     num_stripes,
     padded_hidden,
     scale_shapes,
@@ -26,7 +29,7 @@ from duckllm.weights.records import RECORD_ROWS, STRIPE_CHANNELS
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """One expert's three matrices as e4m3 codes with their scales.
+    """One expert's three matrices as e4m3 codes with their scales, or as int8 codes q + 128.
 
     Shapes: gate, up: [I, H] u8; down: [H, I] u8. In the layout ``"block"`` gate_scales, up_scales:
         [ceil(I/128), ceil(H/128)] f32; down_scales: [ceil(H/128), ceil(I/128)] f32. In ``"channel"``
@@ -47,10 +50,10 @@ def pack_expert_units(expert: ExpertWeights, weight_format: str, scale_layout: s
     Shapes: result: [S_total, unit_bytes(H, weight_format, scale_layout)] u8, contiguous.
 
     Raises:
-        WeightFormatError: A code is NaN, or the scales are not of the layout.
+        WeightFormatError: A code is NaN (0 in int8), or the scales are not of the layout.
     Reference: docs/weight-format.md; the native twin is ``duckllm._native.pack_expert_units``, byte for byte.
     """
-    encode = FORMATS[weight_format].encode_records
+    record = _record_of(weight_format)
     intermediate, hidden = expert.gate.shape
     stripes, blocks = num_stripes(intermediate), padded_hidden(hidden) // RECORD_ROWS
     units = np.zeros((stripes, unit_bytes(hidden, weight_format, scale_layout)), np.uint8)
@@ -59,30 +62,30 @@ def pack_expert_units(expert: ExpertWeights, weight_format: str, scale_layout: s
 
     halves, down_records = _record_views(units, hidden, weight_format, scale_layout)
     for half, matrix in enumerate((expert.gate, expert.up)):
-        padded = np.zeros((stripes * STRIPE_CHANNELS, blocks * RECORD_ROWS), np.uint8)
+        padded = np.full((stripes * STRIPE_CHANNELS, blocks * RECORD_ROWS), record.padding, np.uint8)
         padded[:intermediate, :hidden] = matrix
         tiles = padded.reshape(stripes, STRIPE_CHANNELS, blocks, RECORD_ROWS).transpose(0, 2, 3, 1)
-        halves[:, :, half] = encode(tiles)
+        halves[:, :, half] = record.encode(tiles)
 
-    padded = np.zeros((blocks * RECORD_ROWS, stripes * STRIPE_CHANNELS), np.uint8)
+    padded = np.full((blocks * RECORD_ROWS, stripes * STRIPE_CHANNELS), record.padding, np.uint8)
     padded[:hidden, :intermediate] = expert.down
     tiles = padded.reshape(blocks, 2, 16, stripes, STRIPE_CHANNELS).transpose(3, 0, 1, 4, 2)
-    down_records[:] = encode(tiles.reshape(stripes, blocks, RECORD_ROWS, STRIPE_CHANNELS))
+    down_records[:] = record.encode(tiles.reshape(stripes, blocks, RECORD_ROWS, STRIPE_CHANNELS))
     return units
 
 
 def unpack_expert_units(
     units: U8, intermediate_size: int, hidden_size: int, weight_format: str, scale_layout: str = "block"
 ) -> ExpertWeights:
-    """The e4m3 codes and scales that one expert's units hold, the inverse of :func:`pack_expert_units`.
+    """The codes and scales that one expert's units hold, the inverse of :func:`pack_expert_units`.
 
     Shapes: units: [S_total, unit_bytes(H, weight_format, scale_layout)] u8.
 
     Raises:
-        WeightFormatError: The shape differs, a weight is no finite e4m3 value, or the stripes that share a
+        WeightFormatError: The shape differs, a weight is none of the format's, or the stripes that share a
             scale disagree about it.
     """
-    decode = FORMATS[weight_format].decode_records
+    record = _record_of(weight_format)
     stripes, blocks = num_stripes(intermediate_size), padded_hidden(hidden_size) // RECORD_ROWS
     expected = (stripes, unit_bytes(hidden_size, weight_format, scale_layout))
     if units.shape != expected:
@@ -92,9 +95,11 @@ def unpack_expert_units(
 
     halves, down_records = _record_views(units, hidden_size, weight_format, scale_layout)
     padded_shape = (2, stripes * STRIPE_CHANNELS, blocks * RECORD_ROWS)
-    both = decode(halves).transpose(2, 0, 4, 1, 3).reshape(padded_shape)
+    both = record.decode(halves).transpose(2, 0, 4, 1, 3).reshape(padded_shape)
     gate, up = both[:, :intermediate_size, :hidden_size]
-    tiles = decode(down_records).reshape(stripes, blocks, 2, STRIPE_CHANNELS, 16).transpose(1, 2, 4, 0, 3)
+    tiles = (
+        record.decode(down_records).reshape(stripes, blocks, 2, STRIPE_CHANNELS, 16).transpose(1, 2, 4, 0, 3)
+    )
     down = tiles.reshape(blocks * RECORD_ROWS, stripes * STRIPE_CHANNELS)[:hidden_size, :intermediate_size]
     return ExpertWeights(
         gate=np.ascontiguousarray(gate),
@@ -104,6 +109,12 @@ def unpack_expert_units(
         up_scales=np.ascontiguousarray(up_scales),
         down_scales=np.ascontiguousarray(down_scales),
     )
+
+
+def _record_of(weight_format: str) -> ByteRecord:
+    record = FORMATS[weight_format].record
+    assert record is not None, weight_format
+    return record
 
 
 def _stripe_scales(expert: ExpertWeights, scale_layout: str) -> F32:
@@ -140,7 +151,7 @@ def _block_scales(units: U8, intermediate_size: int, hidden_size: int) -> tuple[
 
 
 def _channel_scales(units: U8, intermediate_size: int, hidden_size: int) -> tuple[F32, F32, F32]:
-    section = np.ascontiguousarray(units[:, : unit_scale_bytes(hidden_size, "channel")])
+    section = np.ascontiguousarray(units[:, : 4 * (2 * STRIPE_CHANNELS + padded_hidden(hidden_size))])
     scales = section.view("<f4").astype(np.float32)
     gate, up, down = np.split(scales, (STRIPE_CHANNELS, 2 * STRIPE_CHANNELS), axis=1)
     if len({stripe.tobytes() for stripe in down}) != 1:
@@ -157,7 +168,7 @@ def _record_views(units: U8, hidden_size: int, weight_format: str, scale_layout:
     """Views of the records: gate and up ``[S, H'/32, 2, bytes]``, down ``[S, H'/32, bytes]``."""
     stripes, blocks = units.shape[0], padded_hidden(hidden_size) // RECORD_ROWS
     record_bytes = FORMATS[weight_format].record_bytes
-    start = unit_scale_bytes(hidden_size, scale_layout)
+    start = unit_scale_bytes(hidden_size, weight_format, scale_layout)
     middle = start + 2 * blocks * record_bytes
     halves = units[:, start:middle].reshape(stripes, blocks, 2, record_bytes)
     return halves, units[:, middle:].reshape(stripes, blocks, record_bytes)
