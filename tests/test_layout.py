@@ -11,9 +11,10 @@ import pytest
 
 # ARCHITECTURE.md, section 3: imports point down this list only.
 ORDER = [
-    "__main__", "cli", "server", "doctor", "simulate", "forecast", "bench", "llm", "conversation", "plan",
-    "tracing", "assembly", "engine", "models", "layers", "kernels", "moe", "transport", "worker", "cluster",
-    "weights", "demo", "text", "outputs", "sampling_params", "device", "config", "prefill", "errors",
+    "__main__", "cli", "server", "doctor", "simulate", "forecast", "bench", "quality", "llm",
+    "conversation", "plan", "tracing", "assembly", "engine", "models", "layers", "kernels", "moe",
+    "transport", "worker", "cluster", "weights", "demo", "text", "outputs", "sampling_params", "device",
+    "config", "prefill", "errors",
 ]  # fmt: skip
 LEAVES = {
     "text",

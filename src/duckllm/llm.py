@@ -54,6 +54,8 @@ from duckllm.weights.recode import available_memory_bytes
 if TYPE_CHECKING:
     from duckllm.engine.pool import RequestPool
     from duckllm.engine.request import Request
+    from duckllm.models.causal_lm import CausalLM
+    from duckllm.models.mtp import MTPLayer
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -280,6 +282,14 @@ class LLM:
     def memory(self) -> HostMemory:
         """What this machine's memory goes to, and a card's, as it was decided before anything was loaded."""
         return self._memory
+
+    def host_model(self) -> tuple[CausalLM, MTPLayer | None]:
+        """The model's part on this host, and the layer that guesses, for what looks below requests.
+
+        Threading: the thread of the steps, while no request is under way.
+        """
+        drafter = self._engine.drafter
+        return self._engine.model, None if drafter is None else drafter.layer
 
     def stats(self) -> EngineMetrics:
         """What was computed so far and how long it took, in all and over the last steps.

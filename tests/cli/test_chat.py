@@ -500,4 +500,4 @@ def test_facts_count_the_guesses() -> None:
 def test_every_verb_is_mounted() -> None:
     names = [command.name for command in app.registered_commands]
     first = ["chat", "serve", "convert", "inspect", "plan"]
-    assert names == [*first, "simulate", "doctor", "trace", "worker"]
+    assert names == [*first, "quality", "calibrate", "simulate", "doctor", "trace", "worker"]

@@ -93,16 +93,20 @@ def check_environment() -> None:
     select_isa()
 
 
-def check_save(path: Path) -> None:
+def check_save(path: Path, field: str = "save") -> None:
     """Finds out before anything is measured whether a line can be appended there.
+
+    Args:
+        path: The file.
+        field: The option that names it.
 
     Raises:
         ConfigError: Its folder does not exist, it is a folder, or it may not be written.
     """
     if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError("save", str(path), "a file in a folder that exists")
+        raise ConfigError(field, str(path), "a file in a folder that exists")
     existed = path.exists()
-    with writing("save", path), path.open("a", encoding="utf-8"):
+    with writing(field, path), path.open("a", encoding="utf-8"):
         pass
     if not existed:
         path.unlink(missing_ok=True)

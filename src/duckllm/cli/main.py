@@ -15,8 +15,10 @@ from typing import Annotated, NoReturn
 import typer
 
 from duckllm import __version__
+from duckllm.cli import calibrate as calibrate_verb
 from duckllm.cli import chat as chat_verb
 from duckllm.cli import doctor as doctor_verb
+from duckllm.cli import quality as quality_verb
 from duckllm.cli import serve as serve_verb
 from duckllm.cli import simulate as simulate_verb
 from duckllm.cli import trace as trace_verb
@@ -91,6 +93,10 @@ app.command("convert", epilog=_CONVERT_EXAMPLES)(convert)
 app.command("inspect", short_help="Say what a model is and weighs.", epilog=_INSPECT_EXAMPLES)(inspect)
 _PLAN = "Say which node would hold what, how fast, and whether it fits."
 app.command("plan", short_help=_PLAN, epilog=_PLAN_EXAMPLES)(plan)
+_QUALITY = "Compare formats: what each costs in answers, and gives in speed."
+app.command("quality", short_help=_QUALITY, epilog=quality_verb.EXAMPLES)(quality_verb.quality)
+_CALIBRATE = "Record which weights matter for your prompts, for duckllm convert."
+app.command("calibrate", short_help=_CALIBRATE, epilog=calibrate_verb.EXAMPLES)(calibrate_verb.calibrate)
 _SIMULATE = "Try a flock larger than one has, and its host."
 app.command("simulate", short_help=_SIMULATE, epilog=simulate_verb.EXAMPLES)(simulate_verb.simulate)
 _DOCTOR = "Check this machine and workers, and say what to change."

@@ -1,0 +1,265 @@
+"""``duckllm quality``: lossless formats are one, a damaged one shows, and numbers are those of the logits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from duckllm import LLM
+from duckllm.cli.main import app
+from duckllm.demo.suite import load_suite
+from duckllm.errors import ConfigError
+from duckllm.models.causal_lm import MoEBlock
+from duckllm.moe.executor import ExpertExecutor, PendingStep
+from duckllm.quality.divergence import kl_divergence, log_softmax
+from duckllm.quality.logits import logits_of
+from duckllm.quality.measure import FormatQuality, Measurement, Variant
+from duckllm.quality.report import table
+from duckllm.quality.texts import Passage, read_passages, shipped_passages, spread
+from duckllm.text import Tokenizer
+from support.models import all_logits, build_model
+
+SILENT = 12  # of 32: the demo model knows what it knows by heart
+
+Seen = list[tuple[str, float, float]]
+
+
+class Damaged:
+    """Experts of which those below a number give nothing, in every layer."""
+
+    def __init__(self, inner: ExpertExecutor, num_silent: int) -> None:
+        self.inner, self.num_silent = inner, num_silent
+
+    def submit(
+        self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, lane: int = 0
+    ) -> PendingStep:
+        return self.inner.submit(layer, x, topk_ids, topk_weights * (topk_ids >= self.num_silent), lane)
+
+
+def opener(folder: Path, weight_format: str, damaged: int = 0) -> Callable[[], LLM]:
+    def open_llm() -> LLM:
+        llm = LLM(folder, workers=0, weight_format=weight_format, device="cpu", draft="on")
+        model, draft = llm.host_model()
+        assert draft is not None
+        for layer in [*model.layers, draft.layer]:
+            if damaged and isinstance(layer.mlp, MoEBlock):
+                layer.mlp.experts = Damaged(layer.mlp.experts, damaged)
+        return llm
+
+    return open_llm
+
+
+@pytest.fixture(scope="module")
+def passages(demo_folder: Path) -> list[Passage]:
+    return spread(shipped_passages(Tokenizer(demo_folder), is_demo=True), 150, 0)
+
+
+@pytest.fixture(scope="module")
+def measured(demo_folder: Path, passages: list[Passage]) -> tuple[list[FormatQuality], Seen]:
+    seen: Seen = []
+    measurement = Measurement(passages, 24, 90, lambda *state: seen.append(state))
+    variants = [
+        Variant("fp9", opener(demo_folder, "fp9")),
+        Variant("fp8", opener(demo_folder, "fp8")),
+        Variant("broken", opener(demo_folder, "fp9", damaged=SILENT)),
+    ]
+    return measurement.run(variants), seen
+
+
+def test_formats_that_hold_the_same_weights_differ_in_nothing(
+    measured: tuple[list[FormatQuality], Seen],
+) -> None:
+    fp9, fp8, _ = measured[0]
+    assert set(fp8.divergence.kl) == {0.0}
+    assert all(fp8.divergence.agrees)
+    assert fp8.divergence.surprise == fp9.divergence.surprise
+    assert (fp8.num_draft_tokens, fp8.num_accepted_tokens) == (fp9.num_draft_tokens, fp9.num_accepted_tokens)
+    assert fp9.num_draft_tokens > 20
+    assert fp8.expert_bytes < fp9.expert_bytes < 1.13 * fp8.expert_bytes
+    assert fp8.suite == fp9.suite == {"dictionary": 1, "primes": 1, "recall": 2}
+    assert fp9.tokens_per_s is not None
+    assert fp9.tokens_per_s > 0
+
+
+def test_a_damaged_format_shows(measured: tuple[list[FormatQuality], Seen]) -> None:
+    fp9, _, broken = measured[0]
+    assert broken.divergence.kl_mean > 1e-3
+    assert broken.divergence.kl_p99 >= broken.divergence.kl_mean
+    assert broken.divergence.perplexity > fp9.divergence.perplexity
+    assert broken.num_right is not None
+    assert fp9.num_right is not None
+
+
+def test_numbers_are_those_of_the_whole_text_computed_at_once(
+    demo_folder: Path, passages: list[Passage], measured: tuple[list[FormatQuality], Seen]
+) -> None:
+    model, broken = build_model(demo_folder), build_model(demo_folder)
+    for layer in broken.layers:
+        if isinstance(layer.mlp, MoEBlock):
+            layer.mlp.experts = Damaged(layer.mlp.experts, SILENT)
+    kls: list[float] = []
+    surprise = 0.0
+    for passage in passages:
+        ids = list(passage.token_ids)
+        rows = [all_logits(each, ids[:-1], len(ids)).numpy()[passage.first - 1 :] for each in (model, broken)]
+        first, second = map(log_softmax, rows)
+        kls += kl_divergence(first, second).tolist()
+        surprise -= sum(row[token] for row, token in zip(second, ids[passage.first :], strict=True))
+    got = measured[0][2].divergence
+    assert got.kl == pytest.approx(kls, rel=1e-9, abs=1e-12)
+    assert got.perplexity == pytest.approx(np.exp(surprise / len(kls)), rel=1e-9)
+
+
+def test_progress_goes_from_nothing_to_all(measured: tuple[list[FormatQuality], Seen]) -> None:
+    seen = measured[1]
+    assert [name for name in dict.fromkeys(name for name, _, _ in seen)] == ["fp9", "fp8", "broken"]
+    done = [each for _, each, _ in seen]
+    assert done == sorted(done)
+    assert done[0] == 0
+    assert done[-1] == pytest.approx(seen[0][2])
+
+
+def test_logits_do_not_depend_on_steps(demo_folder: Path, passages: list[Passage]) -> None:
+    model = build_model(demo_folder)
+    passage = passages[0]
+    whole = list(logits_of(model, passage))
+    parts = list(logits_of(model, passage, step_tokens=5))
+    assert len(parts) > len(whole)
+    assert sum(len(ids) for _, ids in whole) == passage.num_counted
+    for one, other in zip(zip(*whole, strict=True), zip(*parts, strict=True), strict=True):
+        assert np.concatenate(one).tobytes() == np.concatenate(other).tobytes()
+    assert np.concatenate([ids for _, ids in whole]).tolist() == list(passage.token_ids[passage.first :])
+
+
+def test_a_table_has_a_row_for_each_format(measured: tuple[list[FormatQuality], Seen]) -> None:
+    lines = table(measured[0], {"fp9": 10.0, "fp8": 11.25, "broken": None}, measured[0][0].suite or None)  # type: ignore[arg-type]
+    assert [line.split()[0] for line in lines] == ["format", "fp9", "fp8", "broken"]
+    assert "100.00%" in lines[2]
+    assert "4/4" in lines[2]
+    assert lines[2].endswith("11.2")
+    assert lines[3].endswith("does not fit")
+    assert len({line.index("%") for line in lines[1:3]}) == 1
+    bare = table(measured[0], None, type(measured[0][0].suite)())  # type: ignore[misc]
+    assert "suite" not in bare[0]
+    assert "predicted" not in bare[0]
+
+
+def test_conversations_count_their_replies_and_texts_count_all(demo_folder: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(demo_folder)
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps("Is 7 prime?")
+        + "\n\n"
+        + json.dumps({"prompt": "Is 9 prime?"})
+        + "\n"
+        + json.dumps({"messages": load_suite()[0].chat})
+        + "\n"
+        + json.dumps({"messages": [*load_suite()[0].chat, {"role": "assistant", "content": "So be it."}]})
+    )
+    first, second, third, fourth = read_passages(tmp_path / "a.jsonl", tokenizer, window=64)
+    assert first.is_open
+    assert second.is_open
+    assert third.is_open
+    assert not fourth.is_open
+    assert fourth.prompt == third.token_ids
+    assert fourth.token_ids[-1] in tokenizer.eos_token_ids
+    assert tokenizer.decode(fourth.token_ids[fourth.first :]) == "So be it."
+    assert fourth.num_counted == len(fourth.token_ids) - fourth.first
+    assert first.with_reply([5, 6]).num_counted == 2
+
+    text = "A duck is a bird. " * 60
+    (tmp_path / "a.txt").write_text(text)
+    pieces = read_passages(tmp_path / "a.txt", tokenizer, window=64)
+    assert {each.first for each in pieces} == {1}
+    assert max(len(each.token_ids) for each in pieces) == 64
+    begin = tokenizer.encode(text)[0] == tokenizer.bos_token_id
+    assert all((each.token_ids[0] == tokenizer.bos_token_id) == begin for each in pieces)
+    joined = [token for each in pieces for token in each.token_ids[int(begin) :]]
+    assert joined == tokenizer.encode(text)[int(begin) :][: len(joined)]
+    assert len(tokenizer.encode(text)) - len(joined) < 17
+
+
+def test_passages_come_from_all_over_and_are_not_too_many() -> None:
+    passages = [Passage(tuple(range(11)), 1, 1) for _ in range(100)]
+    assert len(spread(passages, 1000, 0)) == 100
+    assert len(spread(passages, 200, 0)) == 20
+    assert len(spread(passages, 5, 0)) == 1
+    assert len(spread([Passage((1, 2), 2, 2, is_open=True)] * 10, 64, 32)) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.jsonl", "{", "line 1"),
+        ("a.jsonl", '"yes"\n{"messages": 3}', "line 2"),
+        ("a.jsonl", '{"messages": [{"role": "nobody", "content": "x"}]}', "line 1"),
+        ("a.jsonl", '{"messages": [{"role": "assistant", "content": "x"}]}', "line 1"),
+        ("a.txt", " \n", "not empty"),
+        ("a.txt", b"\xff\xfe", "UTF-8"),
+        ("a.txt", None, "can be read"),
+    ],
+)
+def test_files_that_hold_no_text_are_refused_by_name(
+    demo_folder: Path, tmp_path: Path, name: str, content: str | bytes | None, expected: str
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(ConfigError, match=expected) as error:
+        read_passages(path, Tokenizer(demo_folder), window=64)
+    assert error.value.field == "text"
+
+
+def test_shipped_prompts_are_questions_of_many_kinds(demo_folder: Path) -> None:
+    found = shipped_passages(Tokenizer(demo_folder), is_demo=False)
+    assert len(found) == 32
+    assert all(each.is_open for each in found)
+    assert len({each.token_ids for each in found}) == 32
+
+
+def test_the_command_prints_one_json_object(demo_folder: Path, tmp_path: Path) -> None:
+    nodes = tmp_path / "nodes.toml"
+    nodes.write_text('[host]\npreset = "n305"\n[[nodes]]\npreset = "n100"\ncount = 2\n')
+    arguments = ["quality", str(demo_folder), "--formats", "fp8", "--tokens", "40", "--reply-tokens", "8"]
+    done = CliRunner().invoke(
+        app, [*arguments, "--nodes", str(nodes), "--save", str(tmp_path / "x"), "--json"]
+    )
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["reference"] == "fp9"
+    assert [each["format"] for each in found["formats"]] == ["fp9", "fp8"]
+    for each in found["formats"]:
+        assert each["kl_max_nats"] == 0
+        assert each["top1_agreement"] == 1
+        assert each["predicted_tokens_per_s"] > 0
+        assert each["suite"] is None
+    assert found["formats"][1]["predicted_tokens_per_s"] != found["formats"][0]["predicted_tokens_per_s"]
+    assert json.loads((tmp_path / "x").read_text()) == found
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (["--formats", "fp7"], "formats"),
+        (["--formats", ""], "formats"),
+        (["--reference", "fp7"], "reference"),
+        (["--tokens", "0"], "tokens"),
+        (["--window", "3"], "window"),
+        (["--draft", "auto"], "draft"),
+        (["--every", "0"], "every"),
+        (["--reply-tokens", "0"], "reply_tokens"),
+        (["--text", "/nowhere/at/all"], "text"),
+        (["--nodes", "/nowhere/at/all"], "nodes"),
+        (["--workers", "-1"], "workers"),
+        (["--save", "/nowhere/at/all"], "save"),
+    ],
+)
+def test_options_are_refused_by_name(demo_folder: Path, options: list[str], field: str) -> None:
+    done = CliRunner().invoke(app, ["quality", str(demo_folder), *options])
+    assert isinstance(done.exception, ConfigError)
+    assert done.exception.field == field
