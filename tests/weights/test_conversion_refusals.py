@@ -59,7 +59,10 @@ def add(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> Callable[
     [
         (
             rename(EXPERT + "up_proj.weight_scale_inv", EXPERT + "up_proj.weight_scale_2"),
-            ["1 scale(s) that belong to no FP8 weight", EXPERT + "up_proj.weight_scale_2"],
+            [
+                "1 scale(s) or packed weight(s) that belong to no quantised weight",
+                EXPERT + "up_proj.weight_scale_2",
+            ],
         ),
         (
             rename(EXPERT + "up_proj.weight_scale_inv", EXPERT + "up_proj.weight_scale_2"),
@@ -75,11 +78,11 @@ def add(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> Callable[
         ),
         (
             add("model.layers.0.self_attn.o_proj.weight_zero_point", "F32", (1,), bytes(4)),
-            ["model.layers.0.self_attn.o_proj.weight_zero_point", "no FP8 weight that is understood"],
+            ["model.layers.0.self_attn.o_proj.weight_zero_point", "belong to no quantised weight"],
         ),
         (
             add("model.norm.weight_scale_inv", "F32", (1, 1), bytes(4)),
-            ["model.norm.weight_scale_inv", "no FP8 weight that is understood"],
+            ["model.norm.weight_scale_inv", "belong to no quantised weight"],
         ),
         (
             add(EXPERT + "up_proj.scale", "F32", (1, 1), bytes(4)),
@@ -186,9 +189,9 @@ def test_scales_must_be_finite_and_not_negative(tmp_path: Path, value: float) ->
         ({"first_k_dense_replace": -1}, CheckpointError, ["first_k_dense_replace: got -1"]),
         ({"mlp_layer_types": ["sparse"]}, CheckpointError, ["mlp_layer_types"]),
         (
-            {"quantization_config": {"quant_method": "gptq"}},
+            {"quantization_config": {"quant_method": "quark"}},
             UnsupportedModelError,
-            ["quantization_config.quant_method: got 'gptq', expected 'fp8' or"],
+            ["quantization_config.quant_method: got 'quark', expected 'fp8' or"],
         ),
     ],
 )

@@ -14,7 +14,7 @@ from duckllm.weights.convert import convert
 from duckllm.weights.safetensors_file import read_header
 
 TWO = bytes(4)
-NO_WEIGHT = "scale(s) that belong to no FP8 weight that is understood"
+NO_WEIGHT = "scale(s) or packed weight(s) that belong to no quantised weight"
 
 
 def refused(tmp_path: Path, edit: Callable[[dict], object], **options: object) -> str:

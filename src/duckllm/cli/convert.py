@@ -81,6 +81,7 @@ def summary(manifest: Manifest, verified: bool, seconds: float) -> dict[str, obj
         "mtp_layers": sum(layer >= num_hidden_layers for layer in manifest.expert_layers),
         "expert_bytes": sum(entry.bytes for entry in manifest.expert_layers.values()),
         "host_bytes": sum(entry.bytes for entry in manifest.host_files.values()),
+        "host_dequantised": manifest.source.get("host_dequantised"),
         "requantised": manifest.source.get("requantised", "") if error else "",
         "rms_relative_error": error["rms_relative"] if error else 0.0,
         "max_relative_error": error["max_relative"] if error else 0.0,
@@ -107,6 +108,12 @@ def describe(outcome: dict[str, object]) -> str:
         f"{outcome['moe_layers']} MoE layers{mtp}, {show_size(expert_bytes)} of experts, "
         f"{show_size(host_bytes)} for the host, {outcome['seconds']} s{checked}",
     ]
+    host = outcome["host_dequantised"]
+    if isinstance(host, dict):
+        lines.append(
+            f"the host's {host['matrices']} matrices of {host['form']} are BF16 now, each value rounded "
+            f"once: {show_size(host['bytes'])}, {show_size(host['stored_bytes'])} before"
+        )
     if outcome["rms_relative_error"]:
         requantised = outcome["requantised"]
         why = f" again, as the checkpoint has {requantised}" if requantised else ""

@@ -237,9 +237,11 @@ def _read_configuration(folder: Path) -> _Found:
     layout = layout_of(config, _assumed_mtp(folder, config))
     quantisation = read_quantisation(folder, config)
     wide = _WIDE.get(str(config.get("dtype") or config.get("torch_dtype")), "BF16")
-    dtype = FP8 if quantisation.method else wide
+    is_fp8 = bool(quantisation.method and quantisation.kinds)
+    host = _assumed_host(folder, layout, FP8 if is_fp8 else "BF16" if quantisation.packed else wide, wide)
+    dtype = quantisation.packed[0].name if quantisation.packed else FP8 if is_fp8 else wide
     kept = "channel" if PER_CHANNEL in quantisation.kinds else "block"
-    return _Found("configuration", layout, _assumed_host(folder, layout, dtype, wide), dtype, kept)
+    return _Found("configuration", layout, host, dtype, kept)
 
 
 def _parts(layout: ModelLayout, tensors: Iterable[TensorInfo], config: ModelConfig) -> tuple[Part, ...]:

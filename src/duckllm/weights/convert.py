@@ -35,6 +35,7 @@ from duckllm.weights.files import (
     write_atomically,
 )
 from duckllm.weights.formats import num_stripes, unit_bytes
+from duckllm.weights.imports.packed import dequantised_summary
 from duckllm.weights.layout import ModelLayout
 from duckllm.weights.manifest import MANIFEST_FILE, HostFile, Manifest
 from duckllm.weights.pack import expert_file_bytes, host_file_bytes, write_expert_file, write_host_file
@@ -306,6 +307,7 @@ def _manifest(model: _Model, state: ProgressFile, plan: list[PlannedFile]) -> Ma
         "dtype": experts.dtype,
         "requantised": experts.requantised,
         "quantisation_error": None,
+        "host_dequantised": dequantised_summary(model.tensors.host),
     }
     if state.errors:
         total = QuantisationError()

@@ -324,6 +324,16 @@ def _source_problems(source: Mapping[str, Any]) -> list[str]:
         rounding_of(source)
     except ValueError as error:
         problems.append(str(error))
+    host = source.get("host_dequantised")
+    if host is not None and not (
+        isinstance(host, dict)
+        and isinstance(host.get("form"), str)
+        and all(type(host.get(name)) is int for name in ("matrices", "stored_bytes", "bytes"))
+    ):
+        problems.append(
+            f"source.host_dequantised: got {show_value(host)}, expected null, or an object with form, "
+            "matrices, stored_bytes and bytes"
+        )
     return problems
 
 

@@ -20,6 +20,7 @@ from duckllm.weights.checkpoint import FP8
 from duckllm.weights.e4m3 import U8, QuantisationError
 from duckllm.weights.files import AtomicFile
 from duckllm.weights.formats import num_stripes, unit_bytes
+from duckllm.weights.imports.packed import tensor_chunks
 from duckllm.weights.layout import ModelLayout
 from duckllm.weights.manifest import ExpertLayer, HostFile
 from duckllm.weights.reader import DATA_ALIGNMENT, UNITS
@@ -149,7 +150,7 @@ def write_expert_file(
 def write_host_file(
     out: AtomicFile, reader: TensorReader, tensors: Sequence[TensorInfo], on_bytes: OnBytes
 ) -> HostFile:
-    """Copies host tensors, byte for byte, and returns their manifest entry.
+    """Copies host tensors, byte for byte or dequantised, and returns their manifest entry.
 
     Raises:
         WeightFormatError: An FP8 tensor holds NaN.
@@ -160,7 +161,7 @@ def write_host_file(
     on_bytes(len(header))
     for info in tensors:
         nans = 0
-        for chunk in reader.chunks(info):
+        for chunk in tensor_chunks(reader, info):
             out.write(chunk)
             on_bytes(len(chunk))
             if info.dtype == FP8:

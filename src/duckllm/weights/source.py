@@ -1,4 +1,4 @@
-"""The routed experts of a checkpoint as e4m3 codes with scales, in whatever form and type it has them.
+"""The routed experts of a checkpoint, as e4m3 codes or as its own 4-bit ones, in whatever form it has them.
 
 Called by the converter and by the verifier. It finds the tensors, one an expert and matrix or one for all
 experts of a layer, and reads one expert at a time; of the converted form it knows which scales that can hold.
@@ -15,7 +15,7 @@ from itertools import chain
 import numpy as np
 
 from duckllm import _native
-from duckllm.errors import CheckpointError, WeightFormatError
+from duckllm.errors import CheckpointError, UnsupportedModelError, WeightFormatError
 from duckllm.weights.checkpoint import (
     FP8,
     Checkpoint,
@@ -35,6 +35,9 @@ from duckllm.weights.e4m3 import (
     quantise_rows,
     scale_shape,
 )
+from duckllm.weights.formats import DOWN_GROUP, FORMATS, GATE_UP_GROUP
+from duckllm.weights.grouped import QuantisedExpert
+from duckllm.weights.imports.packed import PackedMatrix
 from duckllm.weights.layout import PROJECTIONS, ModelLayout
 from duckllm.weights.safetensors_file import DTYPE_BYTES, TensorInfo, TensorReader
 from duckllm.weights.scales import ScaleFit, ScaleGrid
@@ -129,6 +132,11 @@ class ExpertTensor:
     def _oriented(self, values: U8 | F32, shape: _Shape) -> U8 | F32:
         return values.reshape(shape[::-1]).T if self.transposed else values.reshape(shape)
 
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.weight.name
+
     def _name(self, expert: int) -> str:
         return f"{self.weight.name}[{expert}]" if self.stacked else self.weight.name
 
@@ -144,6 +152,7 @@ class ExpertTensors:
         names: Every tensor that belongs to an expert, scales included.
         missing: Every tensor that is not there.
         problems: What else is wrong, a clause each; nothing may be read while there is any.
+        broken: Weights in whose place are parts of a 4-bit matrix that are wrong.
     """
 
     def __init__(self, checkpoint: Checkpoint, layout: ModelLayout) -> None:
@@ -151,7 +160,8 @@ class ExpertTensors:
         self.names: set[str] = set()
         self.missing: list[str] = []
         self.problems: list[str] = []
-        self._found: dict[tuple[int, str], list[ExpertTensor]] = {}
+        self.broken: list[str] = []
+        self._found: dict[tuple[int, str], list[ExpertTensor | PackedMatrix]] = {}
         for layer in layout.moe_layers:
             stacked = self._stacked(layer)
             if stacked:
@@ -162,14 +172,20 @@ class ExpertTensors:
     @cached_property
     def scale_layout(self) -> str:
         """The converted form's scales that keep the checkpoint's own, as far as any do: block or channel."""
-        fp8 = [tensor for tensor in self._tensors() if tensor.fit is not None]
+        fp8 = [tensor for tensor in self._plain() if tensor.fit is not None]
         by_block = all(tensor.keeps("block") for tensor in fp8)
         return "channel" if not by_block and all(tensor.keeps("channel") for tensor in fp8) else "block"
 
     @property
     def dtype(self) -> str:
-        """Safetensors' name of the type of most of the tensors; empty where there are no experts."""
-        types = Counter(tensor.weight.dtype for tensor in self._tensors())
+        """Safetensors' name of the type of most of the tensors, or the form in which most are 4-bit.
+
+        Empty where there are no experts.
+        """
+        types = Counter(
+            tensor.form if isinstance(tensor, PackedMatrix) else tensor.weight.dtype
+            for tensor in chain.from_iterable(self._found.values())
+        )
         return types.most_common(1)[0][0] if types else ""
 
     @property
@@ -177,10 +193,46 @@ class ExpertTensors:
         """The checkpoint's scales that the converted form has no place for; empty where it has."""
         lost = {
             f"a scale for {tensor.fit.rows} x {tensor.fit.columns} weights"
-            for tensor in self._tensors()
+            for tensor in self._plain()
             if tensor.fit is not None and not tensor.keeps(self.scale_layout)
         }
         return " and ".join(sorted(lost))
+
+    def kept_format(self, layer: int) -> str:
+        """The weight format that holds a layer's experts as they are, where all are 4-bit; else empty.
+
+        Raises:
+            UnsupportedModelError: They are 4-bit in several ways.
+        """
+        found = [tensor for part in PROJECTIONS for tensor in self._found.get((layer, part), ())]
+        packed = [tensor for tensor in found if isinstance(tensor, PackedMatrix)]
+        if not packed or len(packed) < len(found):
+            return ""
+        kinds = {(matrix.kind, matrix.scale_type) for matrix in packed}
+        has_zeros = any(matrix.has_zeros for matrix in packed)
+        for row in FORMATS.values():
+            codes = row.grouped
+            if codes and kinds == {(codes.kind, codes.scale_type)} and codes.has_zeros == has_zeros:
+                return row.name
+        got = " and ".join(sorted(f"{kind} with {scale_type} scales" for kind, scale_type in kinds))
+        where = self._layout.experts_prefix(layer).rstrip(".")
+        raise UnsupportedModelError(
+            f"{where}: got {got}{' and zero points' if has_zeros else ''}, expected one kind in a layer"
+        )
+
+    def read_packed(self, reader: TensorReader, layer: int, expert: int) -> QuantisedExpert:
+        """One expert of a layer that has a :meth:`kept_format`, with the codes of the checkpoint.
+
+        Raises:
+            UnsupportedModelError: Its inputs are grouped in the order of their activations.
+            CheckpointError: A scale is NaN or infinite, a zero point wrong, or a file ends early.
+        """
+        matrices = []
+        for part in PROJECTIONS:
+            matrix = self._found[layer, part][expert]
+            assert isinstance(matrix, PackedMatrix), matrix
+            matrices.append(matrix.unpack(reader))
+        return QuantisedExpert(*matrices)
 
     def read(
         self, reader: TensorReader, layer: int, expert: int
@@ -211,18 +263,21 @@ class ExpertTensors:
             tensors = self._found.get((layer, projection))
             if tensors is None:
                 continue
-            tensor = tensors[0] if tensors[0].stacked else tensors[expert]
+            first = tensors[0]
+            is_stacked = isinstance(first, ExpertTensor) and first.stacked
+            tensor = first if is_stacked else tensors[expert]
             weights, grid = tensor.read(reader, expert)
             if projection != _JOINED:
-                yield projection, tensor.weight.name, weights, grid
+                yield projection, tensor.name, weights, grid
                 continue
             half = self._layout.moe_intermediate_size
             for part, start in (("gate_proj", 0), ("up_proj", half)):
                 scales = None if grid is None else grid.part(start, start + half)
-                yield part, tensor.weight.name, weights[start : start + half], scales
+                yield part, tensor.name, weights[start : start + half], scales
 
-    def _tensors(self) -> Iterator[ExpertTensor]:
-        return chain.from_iterable(self._found.values())
+    def _plain(self) -> Iterator[ExpertTensor]:
+        every = chain.from_iterable(self._found.values())
+        return (tensor for tensor in every if isinstance(tensor, ExpertTensor))
 
     def _stacked(self, layer: int) -> dict[str, TensorInfo]:
         """The tensors of a layer that hold all its experts, by projection."""
@@ -275,13 +330,33 @@ class ExpertTensors:
                 name = self._layout.expert_weight(layer, expert, part)
                 info = self._checkpoint.tensors.get(name)
                 if info is None:
-                    self.missing.append(name)
+                    self._add_packed(layer, part, name, shape)
                     continue
                 self.names.add(name)
                 if info.shape != shape:
                     self.problems.append(f"{name}: got shape {list(info.shape)}, expected {list(shape)}")
                 else:
                     self._add(layer, part, info, shape)
+
+    def _add_packed(self, layer: int, part: str, name: str, shape: _Shape) -> None:
+        """Adds the 4-bit matrix in place of a weight that is not there."""
+        try:
+            matrix = self._checkpoint.quantisation.find_packed(self._checkpoint.tensors, name, shape)
+        except CheckpointError as error:
+            self.problems.append(str(error))
+            self.broken.append(name)
+            return
+        if matrix is None:
+            self.missing.append(name)
+            return
+        self.names |= {info.name for info in matrix.tensors}
+        multiple = DOWN_GROUP if part == "down_proj" else GATE_UP_GROUP
+        if matrix.group_size % multiple and matrix.group_size < shape[1]:
+            self.problems.append(
+                f"{name}: got groups of {matrix.group_size} weights, expected a multiple of {multiple}"
+            )
+            return
+        self._found.setdefault((layer, part), []).append(matrix)
 
     def _add(
         self,

@@ -22,6 +22,7 @@ from duckllm.weights.checkpoint import (
     list_problems,
     scale_names,
 )
+from duckllm.weights.imports.packed import DequantisedTensor
 from duckllm.weights.layout import ModelLayout
 from duckllm.weights.safetensors_file import TensorInfo, TensorReader
 from duckllm.weights.source import ExpertTensors
@@ -30,13 +31,15 @@ _HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 _INDEXER = ".self_attn.indexer."
 # What the layers of multi-token prediction have of the model's embeddings and head, once more.
 _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
-_SCALES = re.compile(r"(.*scale.*|.*zero_point.*|qweight|qzeros)", re.IGNORECASE)
+_SCALES = re.compile(
+    r"(.*scale.*|.*zero_point.*|qweight|qzeros|g_idx|.*weight_(packed|shape|g_idx))", re.IGNORECASE
+)
 _ALIKE = 0.8
 _UNKNOWN = {
     "other": "unknown tensor(s)",
     "layer": "tensor(s) of a layer that config.json has not",
     "expert": "tensor(s) of an expert that config.json has not",
-    "scale": "scale(s) that belong to no FP8 weight that is understood",
+    "scale": "scale(s) or packed weight(s) that belong to no quantised weight",
     "head": f"tensor(s) other than {_EMBEDDINGS}, expected the same by tie_word_embeddings",
 }
 
@@ -47,7 +50,7 @@ class ModelTensors:
 
     Args:
         experts: Those of the routed experts.
-        host: All others, with the scales of FP8 ones.
+        host: All others, with the scales of FP8 ones; 4-bit ones as they will be written.
     """
 
     experts: ExpertTensors
@@ -64,30 +67,46 @@ def find_tensors(checkpoint: Checkpoint, layout: ModelLayout) -> ModelTensors:
         CheckpointError: Names what is missing, misshaped or unknown, all at once.
     """
     tensors, experts = checkpoint.tensors, ExpertTensors(checkpoint, layout)
-    host, missing, problems = {}, [], []
+    host: dict[str, TensorInfo] = {}
+    missing: list[str] = []
+    problems: list[str] = []
+    packed: set[str] = set()
+    broken = set(experts.broken)
     for name, shape in layout.host_shapes.items():
         info = tensors.get(name)
-        if info is None:
-            missing.append(name)
-            continue
-        host[name] = info
         try:
+            if info is None:
+                matrix = checkpoint.quantisation.find_packed(tensors, name, shape)
+                if matrix is None:
+                    missing.append(name)
+                else:
+                    host[name] = DequantisedTensor.of(matrix)
+                    packed |= {part.name for part in matrix.tensors}
+                continue
+            host[name] = info
             check_type(info)
             if info.shape != shape:
                 raise CheckpointError(f"{name}: got shape {list(info.shape)}, expected {list(shape)}")
         except CheckpointError as error:
             problems.append(str(error))
+            broken.add(name)
     scales, scale_problems = fp8_scales(tensors, host.values(), checkpoint.quantisation)
     missing += experts.missing
     problems += experts.problems + scale_problems
     known = {name for weight in host.values() if weight.dtype == FP8 for name in scale_names(weight.name)}
-    used = host.keys() | experts.names | known
-    problems += _unknown(checkpoint, layout, [name for name in tensors if name not in used], missing)
+    used = host.keys() | experts.names | known | packed
+    left = [name for name in tensors if name not in used and _weight_of(name) not in broken]
+    problems += _unknown(checkpoint, layout, left, missing)
     if missing:
         problems.insert(0, f"{len(missing)} missing tensor(s): {list_names(missing)}")
     if problems:
         raise CheckpointError(f"{checkpoint.folder}: {list_problems(problems)}")
     return ModelTensors(experts, (*host.values(), *(scale for scale, _ in scales.values())))
+
+
+def _weight_of(part: str) -> str:
+    """The weight that a tensor would be a part of: ``x.weight`` of ``x.qzeros`` or ``x.weight_scale``."""
+    return part.rpartition(".")[0] + ".weight"
 
 
 def _unknown(

@@ -12,6 +12,7 @@ from functools import partial
 
 from duckllm.errors import WeightHashError
 from duckllm.weights.checkpoint import Checkpoint
+from duckllm.weights.imports.packed import DequantisedTensor, tensor_chunks
 from duckllm.weights.layout import ModelLayout
 from duckllm.weights.manifest import Manifest, check_sha256
 from duckllm.weights.pack import ahead_of
@@ -45,7 +46,7 @@ def verify_conversion(
     with TensorReader() as reader:
         for name, host_entry in manifest.host_files.items():
             check_sha256(manifest.folder / name, host_entry.sha256)
-            _compare_host_file(checkpoint, manifest, name, reader)
+            _compare_host_file(checkpoint, layout, manifest, name, reader)
             done += host_entry.bytes
             report(f"verifying {name}", done, total)
         for layer, entry in manifest.expert_layers.items():
@@ -58,14 +59,20 @@ def verify_conversion(
                 report(f"verifying {entry.file}", done, total)
 
 
-def _compare_host_file(checkpoint: Checkpoint, manifest: Manifest, name: str, reader: TensorReader) -> None:
+def _compare_host_file(
+    checkpoint: Checkpoint, layout: ModelLayout, manifest: Manifest, name: str, reader: TensorReader
+) -> None:
     path = manifest.folder / name
     for tensor, info in read_header(path).items():
         source = checkpoint.tensors.get(tensor)
         if source is None:
-            raise WeightHashError(f"{path}: {tensor}: got a tensor that the source has not")
+            shape = layout.host_shapes.get(tensor, ())
+            matrix = checkpoint.quantisation.find_packed(checkpoint.tensors, tensor, shape)
+            if matrix is None:
+                raise WeightHashError(f"{path}: {tensor}: got a tensor that the source has not")
+            source = DequantisedTensor.of(matrix)
         same = (info.dtype, info.shape) == (source.dtype, source.shape)
-        if not same or (reader.read(info) != reader.read(source)).any():
+        if not same or reader.read(info).tobytes() != b"".join(tensor_chunks(reader, source)):
             raise WeightHashError(f"{path}: {tensor}: differs from the source")
 
 
