@@ -7,11 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from duckllm.assembly import ClusterInfo
 from duckllm.bench.grid import Cell, GridConfig, Prompts, Setting, label, parse_input_lens
 from duckllm.bench.token_ceilings import LinkFacts, StepCeiling, distinct_experts, link_facts, step_ceiling
 from duckllm.cli.bench_model import expand_settings, interface_to
+from duckllm.cli.main import app
 from duckllm.cli.model_options import ModelOptions
 from duckllm.errors import ConfigError
 from duckllm.models.inspection import Inspection, inspect_model
@@ -50,6 +52,20 @@ def test_a_text_is_cut_into_prompts_and_begins_again_at_its_end() -> None:
     assert len(other) == 12
     with pytest.raises(ConfigError, match="text_file"):
         Prompts(50, (), 0, [])
+
+
+@pytest.mark.parametrize("verb", ["decode", "prefill"])
+def test_a_list_of_no_batch_is_refused(verb: str) -> None:
+    result = CliRunner().invoke(app, ["bench", verb, "--batch-size", " "])
+    assert isinstance(result.exception, ConfigError)
+    assert result.exception.field == "batch_size"
+
+
+def test_where_no_load_fits_the_verb_has_failed(model_cache: Path) -> None:
+    sizes = ["--workers", "0", "--batch-size", "999999", "--input-len", "16", "--output-len", "2"]
+    result = CliRunner().invoke(app, ["bench", "decode", *sizes])
+    assert result.exit_code == 1
+    assert "left out" in result.stdout
 
 
 def test_loads_and_the_tokens_that_they_take() -> None:

@@ -15,12 +15,14 @@ import httpx
 import numpy as np
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from duckllm.bench.load import Load, PromptWriter, Wanted, arrivals, random_lengths, read_trace
 from duckllm.bench.serving import LoadResult, ServingRun, measure_serving, send_load
-from duckllm.bench.serving_report import print_serving, serving_html
+from duckllm.bench.serving_report import error_words, print_serving, serving_html
 from duckllm.bench.stream_client import Outcome, StreamClient
 from duckllm.cli.bench_serve import parse_loads
+from duckllm.cli.main import app
 from duckllm.errors import ConfigError
 
 Handler = Callable[[httpx.Request], Awaitable[httpx.Response]]
@@ -75,6 +77,8 @@ def test_a_trace_is_read_in_the_order_of_arrival(tmp_path: Path) -> None:
         ('{"input_len": 5}', ":1"),
         ('{"input_len": 5, "output_len": 6, "arrival_s": NaN}', ":1"),
         ('{"prompt": 5, "output_len": 6}', ":1"),
+        ('{"prompt": "\\ud800", "output_len": 6}', ":1"),
+        ('{"input_len": 5, "output_len": 6, "arrival_s": 1' + "0" * 400 + "}", ":1"),
         ("[]", ":1"),
         ("{", ":1"),
         ("", ""),
@@ -85,6 +89,59 @@ def test_a_trace_is_read_in_the_order_of_arrival(tmp_path: Path) -> None:
             read_trace(path)
     with pytest.raises(ConfigError, match="can be read"):
         read_trace(tmp_path / "none")
+
+
+def test_a_prompt_may_hold_what_some_take_for_a_line_end(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"prompt": "one\u2028two\x85", "output_len": 6}\r\n', encoding="utf-8")
+    assert read_trace(path) == [Wanted(0, 6, None, "one\u2028two\x85")]
+
+
+def test_a_load_that_no_one_sees_the_end_of_is_refused() -> None:
+    wanted = [Wanted(1, 1, 0.0), Wanted(1, 1, 1e9)]
+    for load in (Load(None), Load(1e-9), Load(1e-300), Load(1e-320)):
+        with pytest.raises(ConfigError, match="within 30 days"):
+            arrivals(load, wanted * 20, 0)
+    assert max(arrivals(Load(2.0, 1e300), wanted, 0)) == pytest.approx(1.0)
+    assert max(arrivals(Load(1e-200, 1e-200), wanted, 0)) == 0.0  # one burst
+
+
+def test_what_cannot_be_sent_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"input_len": 5, "output_len": 6}')
+    for field, *options in (
+        ("base_url", "--base-url", "http://["),
+        ("base_url", "--base-url", "http://a:99999"),
+        ("model", "--model", "\udcff"),
+        ("extra_body", "--extra-body", '{"temperature": NaN}'),
+        ("extra_body", "--extra-body", '{"temperature": 1e999}'),
+        ("extra_body", "--extra-body", '{"stop": "\\ud800"}'),
+        ("seed", "--seed", "-1", "--dataset-path", str(trace)),
+    ):
+        result = CliRunner().invoke(app, ["bench", "serve", *options])
+        assert isinstance(result.exception, ConfigError), options
+        assert result.exception.field == field
+
+
+def test_a_count_that_is_none_is_a_reply_of_another_form() -> None:
+    usage = {"prompt_tokens": 5, "completion_tokens": 1}
+    for wrong in (
+        {"prompt_tokens": "5"},
+        {"completion_tokens": -1},
+        {"completion_tokens": 1.5},
+        {"prompt_tokens": 10**30},
+        {"prompt_tokens_details": {"cached_tokens": "x"}},
+    ):
+        content = events(piece("a", "stop"), {"choices": [], "usage": usage | wrong}, "[DONE]")
+        assert ask(answer(content)).error == "a reply of another form"
+
+
+def test_of_errors_that_are_all_different_the_first_are_named() -> None:
+    outcomes = tuple(Outcome(0.0, 1, 1, end=1.0, error=f"request {number}") for number in range(100))
+    run = ServingRun("http://x", "openai", "m", 0, 0.0, [LoadResult(Load(math.inf), outcomes, 0.0)])
+    words = error_words(run)
+    assert len(words) == 9
+    assert words[-1] == "all at once: 92 of 100 failed in 92 other ways"
 
 
 def test_loads_of_the_options() -> None:

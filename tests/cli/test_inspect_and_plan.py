@@ -320,6 +320,7 @@ def test_a_prediction_says_what_does_not_fit(tmp_path: Path) -> None:
         (("--batch", "1,x"), "batch"),
         (("--context", "9999999"), "context"),
         (("--wire-dtype", "f16"), "wire_dtype"),
+        (("--device", "cuda"), "device"),
     ],
 )
 def test_a_prediction_refuses_what_contradicts_it(
@@ -333,8 +334,18 @@ def test_a_prediction_refuses_what_contradicts_it(
 
 
 def test_guesses_need_a_prediction_and_a_layer_that_guesses(demo_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="acceptance"):
-        run("plan", demo_folder, "--acceptance", "0.5")
+    for option, value in (
+        ("acceptance", "0.5"),
+        ("context", "64"),
+        ("batch", "4"),
+        ("wire-dtype", "bf16"),
+    ):
+        with pytest.raises(ConfigError, match="nothing without a prediction"):
+            run("plan", demo_folder, f"--{option}", value)
+    card = tmp_path / "card.toml"
+    card.write_text('[host]\npreset = "epyc"\ncard = "h200"\n[[nodes]]\npreset = "epyc"\n')
+    with pytest.raises(ConfigError, match="a host with a card"):
+        run("plan", demo_folder, "--nodes", card, "--device", "cpu")
     file = tmp_path / "flock.toml"
     file.write_text('[host]\npreset = "epyc"\n[[nodes]]\npreset = "epyc"\n')
     with pytest.raises(ConfigError, match="acceptance"):

@@ -151,3 +151,16 @@ def test_without_workers_the_engines_steps_are_traced(model_cache: Path, tmp_pat
         llm.attend_workers()
         assert len(read_trace([path]).engine_us) == llm.stats().num_steps > 0  # written while it is idle
     assert "in this process" in run("trace", path)
+
+
+def test_names_that_a_terminal_or_a_picture_would_obey_are_shown_as_they_are(
+    traced: tuple[Path, WorkerTimes, int], tmp_path: Path
+) -> None:
+    odd = tmp_path / "a$\\frac$\x1b[31m.json"
+    odd.write_text(traced[0].read_text().replace('"workers": ["', '"workers": ["\\u001b]0;title\\u0007', 1))
+    picture = tmp_path / "heat.png"
+    said = run("trace", odd, "--plot", picture)
+    assert "]0;title" in said
+    assert "\x1b" not in said
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []

@@ -81,6 +81,7 @@ def test_examples_are_flocks(name: str) -> None:
         ({"host": {**OWN, "card": {"vram_gib": 8}}}, "host.card.gb_per_s"),
         ({"host": {**OWN, "count": 2}}, "host.count"),
         ({"machines": {"x": {"cores": 1}}}, "machines.x.read_gb_per_s"),
+        ({"machines": {"x": {"cores": 1, "read_gb_per_s": 9}}}, "machines.x"),
         ({"cards": {}}, "nodes file.cards"),
     ],
 )
@@ -92,12 +93,18 @@ def test_what_is_no_flock_is_refused_by_name(change: dict[str, Any], field: str)
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("a.toml", "[host"), ("a.json", "{"), ("a.json", "[" * 100_000), ("a.toml", "\xff")],
+    [
+        ("a.toml", "[host"),
+        ("a.json", "{"),
+        ("a.json", "[" * 100_000),
+        ("a.toml", "\xff"),
+        ("a.json", '{"host": {}, "host": {}}'),
+    ],
 )
 def test_files_that_are_nothing_are_refused(tmp_path: Path, name: str, content: str) -> None:
     path = tmp_path / name
     path.write_bytes(content.encode("latin-1"))
-    for each in (path, tmp_path / "none.toml"):
+    for each in (path, tmp_path / "none.toml", Path("/dev/zero")):
         with pytest.raises(ConfigError, match=r"^nodes: got"):
             read_flock(each)
 

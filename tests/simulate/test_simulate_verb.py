@@ -54,6 +54,8 @@ def test_without_numbers_there_are_no_more_workers_than_stripes(capsys: pytest.C
     ("options", "said"),
     [
         ({"workers": "65"}, "workers: got '65', expected numbers from 1 to 64"),
+        ({"host_link": 1e-9}, "host_link: got 1e-09, expected 0 for no limit, or at least 0.001 Gbit/s"),
+        ({"link": 1e-9}, "link: got 1e-09, expected 0 for no limit, or at least 0.001 Gbit/s"),
         ({"workers": "some"}, "workers: got 'some', expected numbers"),
         ({"rows": "0"}, "rows: got '0', expected numbers from 1"),
         ({"node": "pi"}, "node: got 'pi', expected one of n100, "),

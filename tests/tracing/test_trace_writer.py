@@ -233,3 +233,45 @@ def test_parts_of_different_runs_are_refused(tmp_path: Path) -> None:
         read_trace(paths)
     with pytest.raises(ConfigError, match="a file that can be read"):
         read_trace([tmp_path / "none.json"])
+
+
+def test_a_file_that_is_no_trace_is_not_taken_for_the_earlier_part(tmp_path: Path) -> None:
+    path, notes = tmp_path / "run.json", tmp_path / "run.earlier.json"
+    notes.write_text("my notes")
+    with pytest.raises(ConfigError, match=r"run\.earlier\.json"):
+        check_trace(path)
+    assert notes.read_text() == "my notes"
+    assert not path.exists()
+
+
+def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    first = TraceWriter(path, LIMIT, FACTS, ("a worker",))
+    run_steps(first, 1)
+    for attempt in (lambda: check_trace(path), lambda: TraceWriter(path, LIMIT, FACTS, ())):
+        with pytest.raises(ConfigError, match="another run writes it"):
+            attempt()
+    first.close()
+    assert len(read_trace([path]).layer) == 1
+    check_trace(path)
+    TraceWriter(path, LIMIT, FACTS, ()).close()
+    assert read_trace([path]).workers == ()
+
+
+def test_a_disk_that_is_full_leaves_a_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.json"
+    writer = TraceWriter(path, LIMIT, FACTS, ("a worker",))
+    run_steps(writer, 1)
+    writer.flush()
+    before = path.read_bytes()
+    real, room = os.pwrite, 100
+
+    def pwrite(file: int, data: bytes, at: int) -> int:
+        if at + 10 > len(before) + room:
+            raise OSError(28, "No space left on device")
+        return real(file, data[: len(before) + room - at], at)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    run_steps(writer, 1)
+    writer.close()
+    assert path.read_bytes() == before

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from duckllm.errors import ConfigError
+from duckllm.errors import ConfigError, InWords
 
 SHORTEST_INPUT = 128
 # What stands for the longest prompt that leaves room for the reply.
@@ -102,6 +102,8 @@ class GridConfig:
             ("num_iters_warmup", (self.num_iters_warmup,), 1),
             ("seed", (self.seed,), 0),
         ):
+            if not values:
+                raise ConfigError(field, InWords("none"), f"a number from {least} to {_MOST}, or several")
             for value in values:
                 if not least <= value <= _MOST:
                     raise ConfigError(field, value, f"a number from {least} to {_MOST}")

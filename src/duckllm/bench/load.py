@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from duckllm.errors import ConfigError
+from duckllm.errors import ConfigError, InWords
 
 MAX_REQUESTS = 1_000_000
 _MAX_TOKENS = 10_000_000
+_MAX_SECONDS = 30 * 86_400.0  # of a load, from the first arrival to the last
 # What traces of others call the same; their time stamps are milliseconds.
 _INPUT_NAMES, _OUTPUT_NAMES = ("input_len", "input_length"), ("output_len", "output_length")
 _WORDS = """
@@ -96,8 +97,7 @@ def random_lengths(
             raise ConfigError(field, value, f"a number from 1 to {most}")
     if not 0 <= range_ratio < 1:
         raise ConfigError("random_range_ratio", range_ratio, "at least 0 and below 1")
-    if seed < 0:
-        raise ConfigError("seed", seed, "a number of at least 0")
+    check_seed(seed)
     generator = np.random.default_rng(seed)
 
     def draw(length: int) -> list[int]:
@@ -105,6 +105,16 @@ def random_lengths(
         return [int(value) for value in generator.integers(least, most + 1, num_prompts)]
 
     return [Wanted(*pair) for pair in zip(draw(input_len), draw(output_len), strict=True)]
+
+
+def check_seed(seed: int) -> None:
+    """Refuses a seed that numpy would.
+
+    Raises:
+        ConfigError: It is below 0.
+    """
+    if seed < 0:
+        raise ConfigError("seed", seed, "a number of at least 0")
 
 
 def read_trace(path: Path, num_prompts: int | None = None) -> list[Wanted]:
@@ -121,7 +131,7 @@ def read_trace(path: Path, num_prompts: int | None = None) -> list[Wanted]:
         ConfigError: It cannot be read, a line is something else, or some lines have arrivals and some not.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # a text in JSON may hold other line ends
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         raise ConfigError("dataset_path", str(path), f"a trace that can be read ({reason})") from error
@@ -130,7 +140,7 @@ def read_trace(path: Path, num_prompts: int | None = None) -> list[Wanted]:
         if line.strip():
             try:
                 found.append(_wanted(json.loads(line)))
-            except (ValueError, TypeError, RecursionError) as error:
+            except (ValueError, TypeError, OverflowError, RecursionError) as error:
                 expected = '{"arrival_s": 0.5, "input_len": 900, "output_len": 120} in each line'
                 raise ConfigError("dataset_path", f"{path}:{number}", expected, str(error)) from error
     arrivals = [wanted.arrival_s for wanted in found if wanted.arrival_s is not None]
@@ -154,6 +164,8 @@ def _wanted(values: Any) -> Wanted:
     prompt = values.get("prompt")
     if prompt is not None and not isinstance(prompt, str):
         raise TypeError("prompt is no text")
+    if prompt is not None:
+        prompt.encode()  # half of a pair of surrogates cannot be sent
     input_len = 0 if prompt is not None else _length(values, _INPUT_NAMES)
     arrival = values.get("arrival_s")
     if arrival is None and values.get("timestamp") is not None:
@@ -176,18 +188,25 @@ def arrivals(load: Load, wanted: Sequence[Wanted], seed: int) -> list[float]:
     """When each request arrives, seconds after the first moment.
 
     Raises:
-        ConfigError: The load takes a trace's arrivals, and there are none.
+        ConfigError: The load takes a trace's arrivals, and there are none; or they take longer than a month.
     """
     if load.request_rate is None:
-        times = [each.arrival_s for each in wanted]
-        if any(time is None for time in times):
+        own = [each.arrival_s for each in wanted]
+        if any(time is None for time in own):
             raise ConfigError("request_rate", None, "a rate, as the requests have no arrivals of their own")
-        return [time or 0.0 for time in times]
-    if load.request_rate == math.inf:
+        times = [time or 0.0 for time in own]
+    elif load.request_rate == math.inf:
         return [0.0] * len(wanted)
-    scale = 1 / (load.request_rate * load.burstiness)
-    gaps = np.random.default_rng([seed, 1]).gamma(load.burstiness, scale, len(wanted))
-    return [float(time) for time in np.cumsum(gaps)]
+    else:
+        gaps = np.random.default_rng([seed, 1]).gamma(load.burstiness, 1.0, len(wanted))
+        with np.errstate(over="ignore"):
+            times = [float(time) for time in np.cumsum(gaps / load.burstiness / load.request_rate)]
+    if times and not times[-1] <= _MAX_SECONDS:
+        what = f"{len(times)} requests over {times[-1] / 86_400:.3g} days"
+        raise ConfigError(
+            "request_rate", InWords(what), f"all of them within {_MAX_SECONDS / 86_400:.0f} days"
+        )
+    return times
 
 
 class PromptWriter:

@@ -31,6 +31,7 @@ CAVEATS = (
     "The client's own work is on this machine's cores; how late it sent is in the table. The server's own "
     "ceiling is not seen from here: duckllm bench decode measures it.",
 )
+_MOST_ERRORS = 8
 _TIMES = {
     "first": "first token",
     "first_after_sending": "after sending",
@@ -106,12 +107,16 @@ def length_words(run: ServingRun) -> list[str]:
 
 
 def error_words(run: ServingRun) -> list[str]:
-    """What failed, by load."""
-    return [
-        f"{result.load}: {count} of {len(result.outcomes)} failed: {error}"
-        for result in run.results
-        for error, count in result.errors.items()
-    ]
+    """What failed, by load; a server may say something else each time, so the most frequent alone."""
+    words = []
+    for result in run.results:
+        errors = list(result.errors.items())
+        of = len(result.outcomes)
+        words += [f"{result.load}: {count} of {of} failed: {error}" for error, count in errors[:_MOST_ERRORS]]
+        if rest := errors[_MOST_ERRORS:]:
+            count = sum(each for _, each in rest)
+            words.append(f"{result.load}: {count} of {of} failed in {len(rest)} other ways")
+    return words
 
 
 def serving_html(run: ServingRun) -> str:

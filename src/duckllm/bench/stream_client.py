@@ -20,6 +20,7 @@ from duckllm.errors import ConfigError
 BACKENDS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 _TEXTS = ("content", "reasoning_content", "reasoning")
 _QUOTED = 120
+_MOST_TOKENS = 1_000_000_000
 
 
 @dataclass
@@ -226,8 +227,16 @@ def _text_of(choice: dict[str, Any]) -> str:
 
 def _count(outcome: Outcome, usage: dict[str, Any] | None) -> None:
     if usage:
-        outcome.prompt_tokens, outcome.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-        outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        outcome.prompt_tokens = _number(usage["prompt_tokens"])
+        outcome.completion_tokens = _number(usage["completion_tokens"])
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        outcome.cached_tokens = None if cached is None else _number(cached)
+
+
+def _number(value: object) -> int:
+    if type(value) is not int or not 0 <= value <= _MOST_TOKENS:
+        raise ValueError("no number of tokens")
+    return value
 
 
 def _message(text: str) -> str:

@@ -19,10 +19,11 @@ from duckllm.cli.bench_common import (
     parse_numbers,
     parse_words,
     print_line,
-    writing,
+    writing_whole,
 )
 from duckllm.cli.bench_model import DECODE_EXAMPLES, PREFILL_EXAMPLES, decode, prefill
 from duckllm.cli.bench_serve import SERVE_EXAMPLES, serve
+from duckllm.cli.terminal import table_console
 from duckllm.config import parse_size, threads_in_words
 from duckllm.errors import ConfigError
 
@@ -87,8 +88,6 @@ def roofline(
     registers, on every instruction set. Every loop is verified before it is timed. Takes ten seconds or so
     on a small machine; nothing else should run.
     """
-    from rich.console import Console
-
     from duckllm.bench.machine import cpu_name
     from duckllm.bench.plot import check_plot, write_plot
     from duckllm.bench.report import print_roofline
@@ -105,20 +104,21 @@ def roofline(
     )
     if plot is not None:
         check_plot(plot)
+        check_save(plot, "plot")
     if save is not None:
         check_save(save)
     with Waiting("Measuring", after_s=0.5):
         measured = measure_roofline(config)
     if not as_json:
-        print_roofline(measured, Console(soft_wrap=False, highlight=False, markup=False))
+        print_roofline(measured, table_console())
         append_line(json.dumps(measured.to_json()), save)
     else:
         print_line(measured.to_json(), save)
     if plot is not None:
         most = max(ceiling.threads for ceiling in measured.ceilings)
-        with writing("plot", plot):
+        with writing_whole("plot", plot) as part:
             write_plot(
-                plot,
+                part,
                 f"{cpu_name()}, {threads_in_words(most)}",
                 measured.memory_roofs(),
                 measured.compute_roofs(),
@@ -165,8 +165,6 @@ def kernel(
     Every line is verified against float64 and measured in turns with plain reads. Takes two minutes or so on
     a small machine, with --full ten times as long; nothing else should run. The last line is JSON.
     """
-    from rich.console import Console
-
     from duckllm.bench.kernel import KernelConfig, measure_kernels
     from duckllm.bench.kernel_report import plot_points, print_kernels, roofs, run_json
     from duckllm.bench.machine import cpu_name
@@ -191,6 +189,7 @@ def kernel(
             raise ConfigError(field, str(given), "nothing beside --linear, which measures dense layers")
     if plot is not None:
         check_plot(plot)
+        check_save(plot, "plot")
     if save is not None:
         check_save(save)
     if linear:
@@ -199,17 +198,17 @@ def kernel(
         with CellProgress() as progress:
             layers = measure_linear(config, progress)
         if not as_json:
-            print_linear(layers, Console(soft_wrap=False, highlight=False, markup=False))
+            print_linear(layers, table_console())
         return print_line(linear_json(layers), save)
     with CellProgress() as progress:
         measured = measure_kernels(config, progress)
     if not as_json:
-        print_kernels(measured, Console(soft_wrap=False, highlight=False, markup=False))
+        print_kernels(measured, table_console())
     print_line(run_json(measured), save)
     if plot is not None:
         title = f"{cpu_name()}, {threads_in_words(measured.threads)}"
-        with writing("plot", plot):
-            write_plot(plot, title, *roofs(measured), plot_points(measured.lines))
+        with writing_whole("plot", plot) as part:
+            write_plot(part, title, *roofs(measured), plot_points(measured.lines))
 
 
 @bench.command("ablation", short_help="Measure what was left out of the kernels.", epilog=ABLATION_EXAMPLES)
@@ -228,8 +227,6 @@ def ablation(
     Needs a module that is not part of the package; the first example builds it from a checkout. Every
     variant is verified against the kernels first, then all take turns. Takes a minute or so.
     """
-    from rich.console import Console
-
     from duckllm.bench.ablation import AblationConfig, load_module, measure_ablation
     from duckllm.bench.ablation_report import ablation_json, print_ablation
     from duckllm.cli.common import Waiting
@@ -242,5 +239,5 @@ def ablation(
     with Waiting("Measuring", after_s=0.5):
         measured = measure_ablation(config)
     if not as_json:
-        print_ablation(measured, Console(soft_wrap=False, highlight=False, markup=False))
+        print_ablation(measured, table_console())
     print_line(ablation_json(measured), save)

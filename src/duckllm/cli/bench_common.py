@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -22,14 +23,23 @@ def print_line(values: dict[str, object], save: Path | None) -> None:
 
 
 def append_line(line: str, save: Path | None) -> None:
-    """Appends a line to the file that was asked for, if one was.
+    """Appends a line to the file that was asked for, if one was; all of it, or none.
 
     Raises:
         ConfigError: It could not be written.
     """
-    if save is not None:
-        with writing("save", save), save.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+    if save is None:
+        return
+    with writing("save", save), save.open("ab", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        rest = memoryview((line + "\n").encode())
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            with contextlib.suppress(OSError):  # a pipe has no end to go back to
+                os.ftruncate(file.fileno(), size)
+            raise
 
 
 @contextlib.contextmanager
@@ -48,6 +58,28 @@ def writing(field: str, path: Path) -> Iterator[None]:
                 path.unlink(missing_ok=True)
         reason = error.strerror or str(error)
         raise ConfigError(field, str(path), f"a file that can be written ({reason})") from error
+
+
+@contextlib.contextmanager
+def writing_whole(field: str, path: Path) -> Iterator[Path]:
+    """A file beside ``path`` to write, which takes its place when it is whole; until then an older one stays.
+
+    Raises:
+        ConfigError: It could not be written.
+    """
+    target = path.resolve()
+    if (target.exists() and not target.is_file()) or not os.access(target.parent, os.W_OK):
+        with writing(field, path):  # a pipe or a device, or a file in a folder that takes no other
+            yield path
+        return
+    part = target.with_name(f".{target.stem[:100]}.{os.getpid()}{target.suffix}")
+    try:
+        with writing(field, path):
+            yield part
+            part.replace(target)
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 class CellProgress:
@@ -94,7 +126,7 @@ def check_environment() -> None:
 
 
 def check_save(path: Path, field: str = "save") -> None:
-    """Finds out before anything is measured whether a line can be appended there.
+    """Finds out before anything is measured whether a file can be written there; leaves it as it is.
 
     Args:
         path: The file.

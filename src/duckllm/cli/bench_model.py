@@ -23,10 +23,11 @@ from duckllm.cli.bench_common import (
     parse_numbers,
     parse_words,
     print_line,
-    writing,
+    writing_whole,
 )
 from duckllm.cli.common import Waiting
 from duckllm.cli.model_options import ModelArgument, ModelOptions, takes_model_options
+from duckllm.cli.terminal import table_console
 from duckllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -158,8 +159,6 @@ def _measure(
     as_json: bool,
 ) -> None:
     """What both verbs do with what they were given."""
-    from rich.console import Console
-
     from duckllm.bench.grid import parse_input_lens
     from duckllm.bench.html_report import check_html
     from duckllm.bench.model_report import html_report, print_run
@@ -170,6 +169,7 @@ def _measure(
     text = None if text_file is None else _read_text(text_file)
     if html is not None:
         check_html(html)
+        check_save(html, "html")
     if save is not None:
         check_save(save)
     with Waiting(f"Reading {model or 'the demo model'}"):
@@ -205,11 +205,13 @@ def _measure(
     if as_json:
         print_line(run.to_json(), save)
     else:
-        print_run(run, Console(soft_wrap=False, highlight=False, markup=False))
+        print_run(run, table_console())
         append_line(json.dumps(run.to_json()), save)
     if html is not None:
-        with writing("html", html):
-            html.write_text(html_report(run), encoding="utf-8")
+        with writing_whole("html", html) as part:
+            part.write_text(html_report(run), encoding="utf-8", errors="replace")
+    if not run.lines:
+        raise typer.Exit(1)
 
 
 def expand_settings(options: ModelOptions) -> list[Setting]:

@@ -22,8 +22,9 @@ from duckllm.cli.bench_common import (
     parse_numbers,
     parse_words,
     print_line,
-    writing,
+    writing_whole,
 )
+from duckllm.cli.terminal import table_console
 from duckllm.errors import ConfigError, InWords, MissingPackageError
 
 if TYPE_CHECKING:
@@ -114,8 +115,6 @@ def serve(
     With --request-rate the loop is open: times count from the moment at which a request was due. With
     --max-concurrency alone it is closed. Errors are counted. Needs httpx, the extra [bench].
     """
-    from rich.console import Console
-
     try:
         import httpx
     except ModuleNotFoundError as error:
@@ -126,9 +125,14 @@ def serve(
 
     if backend not in BACKENDS:
         raise ConfigError("backend", backend, "one of " + ", ".join(BACKENDS))
-    url = httpx.URL(base_url) if base_url.startswith(("http://", "https://")) else None
+    try:
+        url = httpx.URL(base_url) if base_url.startswith(("http://", "https://")) else None
+    except (httpx.InvalidURL, ValueError):
+        url = None
     if url is None or not url.host:
         raise ConfigError("base_url", base_url, "the address of a server, like http://127.0.0.1:8000")
+    if not _is_sendable(model):
+        raise ConfigError("model", model, "a name in UTF-8")
     if not 0 < timeout_s < math.inf:
         raise ConfigError("timeout_s", timeout_s, "seconds, more than 0")
     if not 0 <= num_warmups <= 1000:
@@ -138,6 +142,7 @@ def serve(
     wanted, loads = _wanted(dataset_path, num_prompts, lengths, seed, loads)
     if html is not None:
         check_html(html)
+        check_save(html, "html")
     if save is not None:
         check_save(save)
     options = {
@@ -150,11 +155,11 @@ def serve(
     if as_json:
         print_line(run.to_json(), save)
     else:
-        print_serving(run, Console(soft_wrap=False, highlight=False, markup=False))
+        print_serving(run, table_console())
         append_line(json.dumps(run.to_json()), save)
     if html is not None:
-        with writing("html", html):
-            html.write_text(serving_html(run), encoding="utf-8")
+        with writing_whole("html", html) as part:
+            part.write_text(serving_html(run), encoding="utf-8", errors="replace")
     if not any(result.answered for result in run.results):
         raise typer.Exit(1)
 
@@ -221,8 +226,9 @@ def _wanted(
     loads: list[Load],
 ) -> tuple[list[Wanted], list[Load]]:
     """The requests; and the loads, which take a trace's arrivals only where it has some."""
-    from duckllm.bench.load import Load, random_lengths, read_trace
+    from duckllm.bench.load import Load, check_seed, random_lengths, read_trace
 
+    check_seed(seed)
     if trace is None:
         return random_lengths(100 if num_prompts is None else num_prompts, *lengths, seed), loads
     if num_prompts is not None and num_prompts < 1:
@@ -236,6 +242,15 @@ def _wanted(
     return wanted, loads
 
 
+def _is_sendable(values: object) -> bool:
+    """Whether a request can hold it: JSON has no infinity, and UTF-8 no half of a pair of surrogates."""
+    try:
+        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        return False
+    return True
+
+
 def _extra(text: str) -> dict[str, Any]:
     if not text:
         return {}
@@ -243,7 +258,7 @@ def _extra(text: str) -> dict[str, Any]:
         values = json.loads(text)
     except (ValueError, RecursionError):
         values = None
-    if not isinstance(values, dict):
+    if not isinstance(values, dict) or not _is_sendable(values):
         raise ConfigError("extra_body", text, 'a JSON object, like {"temperature": 0.7}')
     return values
 

@@ -14,7 +14,8 @@ import typer
 
 from duckllm.cli.common import Waiting, parse_shares, parse_workers
 from duckllm.cli.model_options import InspectedModel
-from duckllm.cli.plan_forecast import Forecasting
+from duckllm.cli.plan_forecast import DEFAULTS, Forecasting
+from duckllm.cli.terminal import printable
 from duckllm.config import LOSSLESS_FORMATS, MAX_STEP_TOKENS, MAX_WORKERS, show_size
 from duckllm.device import check_device
 from duckllm.errors import ConfigError, PlacementError
@@ -132,11 +133,13 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    context: Annotated[int, typer.Option(help="Tokens of each request in the prediction.")] = 1024,
-    batch: Annotated[str, typer.Option(help="Requests together in the prediction.")] = "1,2,8",
+    context: Annotated[int, typer.Option(help="Tokens of each request in the prediction.")] = DEFAULTS[
+        "context"
+    ],
+    batch: Annotated[str, typer.Option(help="Requests together in the prediction.")] = DEFAULTS["batch"],
     wire_dtype: Annotated[
         str, typer.Option(help="Numbers on the wire in the prediction, both ways: f32 or bf16.")
-    ] = "f32",
+    ] = DEFAULTS["wire_dtype"],
     measure: Annotated[
         bool,
         typer.Option(
@@ -197,7 +200,7 @@ def plan(
             "isa": isa,
             "round_trip_us": round_trip_us,
         }
-        asks.refuse(own | {"host_memory": host_memory, "host_speed": host_speed, "vram": vram})
+        asks.refuse(own | {"host_memory": host_memory, "host_speed": host_speed, "vram": vram}, device)
         card, host_bytes, host_speed = asks.host()
     with Waiting(f"Reading {model or 'the demo model'}"):
         found = inspect_model(find_model(model, whole=False).folder)
@@ -234,7 +237,7 @@ def plan(
     predicted = asks.forecast(found, made, parse_shares(shares)) if made.fits else None
     if predicted is not None:
         shown["forecast"] = predicted.to_json()
-    print(json.dumps(shown) if as_json else describe(shown, made))
+    print(json.dumps(shown) if as_json else printable(describe(shown, made)))
     if predicted is not None and not as_json:
         from duckllm.forecast.report import describe_forecast
 
@@ -316,10 +319,9 @@ def _check_fits(made: ClusterPlan) -> None:
 def _parse_memory(field: str, text: str) -> list[int]:
     parts = [_SIZE.fullmatch(part.strip()) for part in text.split(",")]
     sizes = [float(match.group(1)) for match in parts if match is not None]
-    if len(sizes) != len(parts) or not all(sizes):
-        raise ConfigError(field, text, "GiB of a node, or of each: 16 or 16,16,32")
-    if field in ("host_memory", "vram") and len(sizes) > 1:
-        raise ConfigError(field, text, f"GiB of one {'host' if field == 'host_memory' else 'card'}")
+    one = {"host_memory": "GiB of one host: 64", "vram": "GiB of one card: 24"}.get(field)
+    if len(sizes) != len(parts) or not all(sizes) or (one and len(sizes) > 1):
+        raise ConfigError(field, text, one or "GiB of a node, or of each: 16 or 16,16,32")
     return [int(size * _GIB) for size in sizes]
 
 

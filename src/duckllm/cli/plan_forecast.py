@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from duckllm.plan import ClusterPlan
 
 _MOST_REQUESTS, _MOST_WORKERS_HERE, _ROUNDS = 1024, 64, 3
+# What a prediction is of where nothing else is asked for.
+DEFAULTS: Mapping[str, Any] = {"context": 1024, "batch": "1,2,8", "wire_dtype": "f32"}
 _WIRE_BYTES = {"f32": 4, "bf16": 2}
 
 
@@ -56,10 +58,11 @@ class Forecasting:
             raise ConfigError("acceptance", acceptance, "a share, 0 to 1")
         if wire_dtype not in _WIRE_BYTES:
             raise ConfigError("wire_dtype", wire_dtype, "f32 or bf16")
-        if path is None and acceptance is not None and not measures:
-            raise ConfigError(
-                "acceptance", acceptance, "nothing without a prediction", "--nodes or --measure"
-            )
+        if path is None and not measures:
+            asked = {"acceptance": acceptance, "context": context, "batch": batch, "wire_dtype": wire_dtype}
+            for field, value in asked.items():
+                if value not in (None, DEFAULTS.get(field)):
+                    raise ConfigError(field, value, "nothing without a prediction", "--nodes or --measure")
         self._acceptance, self._context, self._wire = acceptance, context, _WIRE_BYTES[wire_dtype]
         self._batches = _parse_batches(batch)
         self._coefficients: Coefficients | None = None
@@ -69,12 +72,16 @@ class Forecasting:
 
             self.flock = read_flock(path)
 
-    def refuse(self, options: Mapping[str, object]) -> None:
+    def refuse(self, options: Mapping[str, object], device: str) -> None:
         """Refuses what the file of nodes says already.
 
         Raises:
-            ConfigError: An option was given that it says.
+            ConfigError: An option was given that it says, or a device that its host has not.
         """
+        assert self.flock is not None
+        if device != "auto" and (device == "cpu") != (self.flock.card is None):
+            has = "no card" if self.flock.card is None else "a card"
+            raise ConfigError("device", device, f"what the file of --nodes says: a host with {has}")
         for field, value in options.items():
             if value is not None:
                 raise ConfigError(field, value, "nothing with --nodes, whose file says it")

@@ -18,9 +18,10 @@ from duckllm.cli.bench_common import (
     check_save,
     parse_numbers,
     parse_words,
-    writing,
+    writing_whole,
 )
 from duckllm.cli.model_options import InspectedModel
+from duckllm.cli.terminal import plain_title, table_console
 from duckllm.config import LOSSLESS_FORMATS, MAX_STEP_TOKENS, WIRE_DTYPES, available_cores
 from duckllm.errors import ConfigError
 
@@ -34,6 +35,7 @@ Examples:
   duckllm simulate /models/mine --workers 32 --rows 2,8 --layer-us 200 --json
 """
 _MOST_WORKERS = 64
+_LEAST_LINK = 0.001
 _DEFAULT_WORKERS = (8, 16, 32, 64)
 
 
@@ -90,8 +92,6 @@ def simulate(
     and links, which take as long as the nodes' figures say. Each sum is checked. The host's time is CPU time
     of its own thread, which does not depend on how many cores the simulated workers share; wall time does.
     """
-    from rich.console import Console
-
     from duckllm.bench.machine import commit, cpu_name
     from duckllm.bench.plot import check_plot
     from duckllm.cli.common import Waiting
@@ -115,10 +115,12 @@ def simulate(
             raise ConfigError(field, value, "one of " + ", ".join(filter(None, known)))
     for field, number in (("host_link", host_link), ("layer_us", layer_us)):
         _check_number(field, number, 0.0)
+    _check_link("host_link", host_link)
     slower = parse_slow(slow, max(counts))
     describe_node(node, LOSSLESS_FORMATS[0], speed, link, delay_us)  # which refuses before anything is read
     if plot is not None:
         check_plot(plot)
+        check_save(plot, "plot")
     if save is not None:
         check_save(save)
     with Waiting(f"Reading {model or 'the demo model'}"):
@@ -164,12 +166,12 @@ def simulate(
     if as_json:
         print(line)
     else:
-        console = Console(soft_wrap=False, highlight=False, markup=False)
+        console = table_console()
         print_points(console, points, layers, bends)
     append_line(line, save)
     if plot is not None:
-        with writing("plot", plot):
-            write_plot(plot, f"{name} on {node}, the host on {cpu_name()}", points, bends)
+        with writing_whole("plot", plot) as part:
+            write_plot(part, plain_title(f"{name} on {node}, the host on {cpu_name()}"), points, bends)
 
 
 def describe_node(
@@ -192,6 +194,8 @@ def describe_node(
     ):
         if value is not None:
             _check_number(field, value, 1e-3 if field == "speed" else 0.0)
+            if field == "link":
+                _check_link(field, value)
             found = replace(found, **{attribute: value})
     return found
 
@@ -221,6 +225,12 @@ def _numbers(field: str, text: str, most: int) -> tuple[int, ...]:
     if not numbers or numbers[0] < 1 or numbers[-1] > most:
         raise ConfigError(field, text, f"numbers from 1 to {most} with commas between")
     return numbers
+
+
+def _check_link(field: str, gbit_per_s: float) -> None:
+    """Refuses a link over which a step would take longer than a host waits for it."""
+    if 0 < gbit_per_s < _LEAST_LINK:
+        raise ConfigError(field, gbit_per_s, f"0 for no limit, or at least {_LEAST_LINK} Gbit/s")
 
 
 def _check_number(field: str, value: float, least: float) -> None:

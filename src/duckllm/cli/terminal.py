@@ -11,9 +11,12 @@ import termios
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.cells import cell_len
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 _DEFAULT_WIDTH = 80
@@ -23,6 +26,26 @@ _TAB = 8
 def printable(text: str) -> str:
     """``text`` without control characters, which a terminal might obey."""
     return text.translate(_CONTROLS)
+
+
+def plain_title(text: str) -> str:
+    """``text`` as matplotlib draws it unchanged: two dollar signs are a formula to it."""
+    return printable(text.replace("\n", " ")).replace("$", r"\$")
+
+
+def table_console() -> Console:
+    """Where verbs print tables: rich's, which passes on what a terminal would obey, without that.
+
+    Names in a trace, a server's words and names of files may hold anything.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    class Plain(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(printable(text), **options)
+
+    return Plain(soft_wrap=False, highlight=False, markup=False)
 
 
 class WordWrap:

@@ -11,8 +11,9 @@ from typing import Annotated
 
 import typer
 
-from duckllm.cli.bench_common import writing
+from duckllm.cli.bench_common import check_save, writing_whole
 from duckllm.cli.common import Waiting, tell
+from duckllm.cli.terminal import plain_title, table_console
 from duckllm.errors import ConfigError
 
 EXAMPLES = """\b
@@ -41,8 +42,6 @@ def trace(
     Traces are written by --trace of chat and serve, and by LLM(trace=...). They also open in
     https://ui.perfetto.dev, where each worker has a track for each lane.
     """
-    from rich.console import Console
-
     from duckllm.tracing.plot import check_plot, write_plot
     from duckllm.tracing.read import read_trace
     from duckllm.tracing.report import print_heat_maps, print_summary
@@ -53,16 +52,17 @@ def trace(
             raise ConfigError(field, number, "at least 0")
     if plot is not None:
         check_plot(plot)
+        check_save(plot, "plot")
     with Waiting("Reading"):
         read = read_trace(files)
         summary, maps = summarise(read, late), heat_maps(read)
     if as_json:
         print(json.dumps(summary.to_json() | {"heat_maps": maps.to_json(), "facts": read.facts}))
     else:
-        console = Console(soft_wrap=False, highlight=False, markup=False)
+        console = table_console()
         print_summary(summary, console, layers)
         print_heat_maps(maps, console)
     if plot is not None:
-        with writing("plot", plot):
-            write_plot(plot, f"{files[-1].name}: {read.facts.get('model', '')}", maps)
+        with writing_whole("plot", plot) as part:
+            write_plot(part, plain_title(f"{files[-1].name}: {read.facts.get('model', '')}"), maps)
         tell(f"heat maps: {plot}")

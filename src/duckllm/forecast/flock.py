@@ -113,19 +113,29 @@ def read_flock(path: Path) -> Flock:
         ConfigError: The file cannot be read; a field is unknown, missing, of the wrong kind or out of range.
     """
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:  # of a device no more than that
+            data = file.read(_MOST_BYTES + 1)
     except OSError as error:
         raise ConfigError(
             "nodes", str(path), f"a file of nodes that can be read ({error.strerror})"
         ) from None
     if len(data) > _MOST_BYTES:
-        raise ConfigError("nodes", f"{len(data)} bytes", f"a file of nodes of at most {_MOST_BYTES} bytes")
+        raise ConfigError("nodes", str(path), f"a file of nodes of at most {_MOST_BYTES} bytes")
     try:
         text = data.decode()
-        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        found = json.loads(text, object_pairs_hook=_once) if path.suffix == ".json" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError("nodes", str(path), f"TOML, or JSON in a file that ends so ({error})") from None
     return flock_of(found)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, each of whose names is there once, as in TOML: else one of them would go unread."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found
 
 
 def flock_of(found: Any) -> Flock:
@@ -158,6 +168,8 @@ def flock_of(found: Any) -> Flock:
             nodes += [replace(made, name=name) for name in names]
     if len(nodes) > MAX_WORKERS:
         raise ConfigError("nodes", f"{len(nodes)} nodes", f"at most {MAX_WORKERS}")
+    for name in machines.keys() - {each.machine for each in (host, *nodes)}:
+        raise ConfigError(f"machines.{name}", "nothing on it", "a machine that the host or a node names")
     return Flock(replace(host, name=host.name or "host"), tuple(nodes), card, machines)
 
 

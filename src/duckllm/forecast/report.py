@@ -77,7 +77,7 @@ class Forecast:
 
 
 def nodes_for(flock: Flock) -> tuple[Node, ...]:
-    """The flock's nodes as slices are shared out among them; workers of one machine divide its memory."""
+    """The flock's nodes as slices are shared out among them; each has the memory that the file says."""
     return tuple(
         Node(
             node.name,

@@ -7,6 +7,7 @@ numbers and no text; a file that was cut in the middle of a line is read up to t
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from duckllm.errors import ConfigError, InWords
-from duckllm.tracing.writer import ENGINE_TID, FIRST_WORKER_PID, HOST_PID, MAGIC
+from duckllm.tracing.writer import ENGINE_TID, FIRST_WORKER_PID, HOST_PID, MAGIC, MAX_LANES
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
@@ -24,6 +25,12 @@ PARTS = ("attention", "dense", "dispatch", "wait", "combine", "head", "sampling"
 _MOMENTS = ("free", "started", "finished", "taken")
 _MAX_WORKERS = 4096
 MAX_EXPERTS = 1 << 16
+_MAX_LAYERS = 1 << 12
+# Cells of a heat map: a damaged layer or expert shall not ask for memory without end.
+MAX_CELLS = 1 << 24
+_MAX_LINE_BYTES = 16 << 20
+_MAX_US = 1e16  # three centuries
+_MAX_COUNT = 1 << 53
 
 
 @dataclass(frozen=True)
@@ -98,30 +105,42 @@ class _Tables:
         self.experts: list[tuple[int, int, int]] = []
         self.num_dropped = 0
         self.replaced: list[tuple[int, float]] = []
+        self.first_us: float | None = None  # of the part that is read
         self._open: dict[int, dict[str, Any]] = {}
+        self._layers: set[int] = set()
+        self._num_experts = 0
 
     def add(self, event: dict[str, Any]) -> None:
         name, pid = event["name"], event["pid"]
         if event["ph"] == "i":
             if name == "dropped":
-                self.num_dropped += int(event["args"]["steps"])
+                self.num_dropped += _count(event["args"]["steps"])
             elif name == "replaced":
-                self.replaced.append((pid - FIRST_WORKER_PID, float(event["ts"])))
+                self.replaced.append((self._worker(pid), _us(event["ts"])))
             return
         if event["ph"] != "X":
             return
-        start, duration, args = float(event["ts"]), float(event["dur"]), event["args"]
+        start, duration, args = _us(event["ts"]), _us(event["dur"]), event["args"]
+        if self.first_us is None:
+            self.first_us = start
         if pid == HOST_PID and event["tid"] == ENGINE_TID:
-            parts = [float(each) for each in args["parts_us"]]
+            parts = [_us(each) for each in args["parts_us"]]
             if len(parts) != len(PARTS):
                 raise ValueError("parts_us")
-            self.engine.append((start, duration, float(args["new_tokens"]), *parts))
+            self.engine.append((start, duration, float(_count(args["new_tokens"])), *parts))
             return
-        number = int(args["step"])
+        number = _count(args["step"])
         if name == "dispatch":
             none = [[float("nan")] * (len(_MOMENTS) + 1) for _ in range(self.num_workers)]
-            self._open[number] = {"lane": event["tid"] - 1, "at": (start, start + duration), "moments": none}
-            self._open[number] |= {key: args.get(key) for key in ("layer", "tokens", "experts", "rows")}
+            self._open[number] = {
+                "lane": _count(event["tid"] - 1, MAX_LANES),
+                "at": (start, start + duration),
+                "moments": none,
+                "layer": _count(args["layer"], _MAX_LAYERS),
+                "tokens": _count(args["tokens"]),
+                "experts": [_count(each, MAX_EXPERTS) for each in args["experts"]],
+                "rows": args.get("rows"),
+            }
         elif number in self._open:
             step = self._open[number]
             if pid == HOST_PID:
@@ -132,17 +151,14 @@ class _Tables:
                 self._moment(step["moments"][self._worker(pid)], name, start, start + duration, args)
 
     def _worker(self, pid: int) -> int:
-        worker = pid - FIRST_WORKER_PID
-        if not 0 <= worker < self.num_workers:
-            raise ValueError("pid")
-        return int(worker)
+        return _count(pid - FIRST_WORKER_PID, self.num_workers)
 
     @staticmethod
     def _moment(moments: list[float], name: str, start: float, end: float, args: dict[str, Any]) -> None:
         if name == "wire":
             moments[0], moments[1] = start, end
         elif name == "compute":
-            moments[2], moments[4] = end, float(args["error_ns"]) / 1000
+            moments[2], moments[4] = end, _us(args["error_ns"]) / 1000
         elif name == "reply":
             moments[3] = end
 
@@ -150,34 +166,44 @@ class _Tables:
         number = len(self.steps)
         at, wait, combine = step["at"], step["wait"], step["combine"]
         self.steps.append((step["layer"], step["lane"], step["tokens"], *at, *wait, combine[1]))
-        self.moments.append(step["moments"])
+        # A worker of which a line is missing is one of which nothing is known.
+        self.moments.append(
+            [[float("nan")] * len(each) if any(map(math.isnan, each)) else each for each in step["moments"]]
+        )
         experts = step["experts"]
         rows = step["rows"] or [1] * len(experts)
         for expert, count in zip(experts, rows, strict=True):
-            if not 0 <= int(expert) < MAX_EXPERTS:
-                raise ValueError("experts")
-            self.experts.append((number, int(expert), int(count)))
+            self.experts.append((number, expert, _count(count)))
+        self._layers.add(step["layer"])
+        self._num_experts = max(self._num_experts, 1 + max(experts, default=0))
+        if len(self._layers) * self._num_experts > MAX_CELLS:
+            raise ValueError("experts")
 
 
 def read_trace(paths: Sequence[Path]) -> Trace:
     """The trace of one run in its parts, earlier ones first.
 
     Raises:
-        ConfigError: A file cannot be read or is no trace of ours, or parts are of different runs.
+        ConfigError: A file cannot be read or is no trace of ours, or parts are of different runs, or not each
+            once and in their order.
     """
     tables: _Tables | None = None
     facts: dict[str, Any] = {}
+    before_us: float | None = None
     for path in paths:
         number = 1
         try:
             with path.open("rb") as file:
-                found = _facts(file.readline())
+                found = _facts(file.readline(_MAX_LINE_BYTES))
                 if tables is None:
                     facts, tables = found, _Tables(len(found["workers"]))
                 elif found["start_unix_s"] != facts["start_unix_s"]:
                     raise ConfigError("file", str(path), f"a part of the same run as {paths[0]}")
-                for line in file:
+                tables.first_us = None
+                while line := file.readline(_MAX_LINE_BYTES):
                     number += 1
+                    if len(line) == _MAX_LINE_BYTES:
+                        raise ValueError("line")
                     text = line.strip()
                     if text == b"]}" or not line.endswith(b"\n"):
                         break  # the end, or where it was cut off
@@ -188,6 +214,10 @@ def read_trace(paths: Sequence[Path]) -> Trace:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             expected = f"a trace that duckllm has written (line {number} is none)"
             raise ConfigError("file", str(path), expected) from error
+        if tables.first_us is not None:
+            if before_us is not None and tables.first_us <= before_us:
+                raise ConfigError("file", str(path), "parts of a run, each once, earlier ones first")
+            before_us = tables.first_us
     if tables is None:
         raise ConfigError("file", InWords("none"), "a trace")
     return _trace(facts, tables)
@@ -196,11 +226,34 @@ def read_trace(paths: Sequence[Path]) -> Trace:
 def _facts(line: bytes) -> dict[str, Any]:
     if not line.startswith(MAGIC):
         raise ValueError("head")
-    facts = json.loads(line.decode().rstrip().removesuffix("[") + "[]}")["otherData"]["duckllm"]
+    whole = line.decode().rstrip().removesuffix("[") + "[]}"
+    facts = json.loads(whole, parse_constant=_refuse, parse_float=_finite)["otherData"]["duckllm"]
     if not isinstance(facts["workers"], list) or len(facts["workers"]) > _MAX_WORKERS:
         raise ValueError("workers")
-    float(facts["start_unix_s"])
+    _us(facts["start_unix_s"])
     return cast("dict[str, Any]", facts)
+
+
+def _refuse(text: str) -> float:
+    raise ValueError(text)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse(text)
+
+
+def _us(value: object) -> float:
+    """A time, or refused: what is summed and drawn is finite."""
+    if type(value) not in (int, float) or not abs(cast("float", value)) <= _MAX_US:
+        raise ValueError("time")
+    return float(cast("float", value))
+
+
+def _count(value: object, below: int = _MAX_COUNT) -> int:
+    if type(value) is not int or not 0 <= value < below:
+        raise ValueError("number")
+    return value
 
 
 def _trace(facts: dict[str, Any], tables: _Tables) -> Trace:

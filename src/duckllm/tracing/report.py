@@ -80,6 +80,7 @@ def shade(values: F64, least: float, most: float, width: int) -> list[str]:
         for group in groups:
             known = row[group][~np.isnan(row[group])]
             level = 0.0 if not known.size or most <= least else (known.max() - least) / (most - least)
+            level = min(1.0, max(0.0, level))  # moments of a damaged trace may lie in any order
             text += ("?" if not known.size else RAMP[round(level * (len(RAMP) - 1))]) * repeat
         lines.append(text)
     return lines

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from duckllm.tracing.read import F64, MAX_EXPERTS, Trace
+from duckllm.tracing.read import F64, MAX_CELLS, MAX_EXPERTS, Trace
 
 PHASES = ("queue", "wire", "compute", "reply")
 _LATE_TIMES = 3.0  # an answer that takes so many times the worker's usual is a straggler
@@ -281,7 +281,7 @@ def heat_maps(trace: Trace) -> HeatMaps:
 
     num_experts = int(trace.expert.max()) + 1 if trace.expert.size else 0
     said = trace.facts.get("num_experts")
-    if isinstance(said, int) and num_experts < said <= MAX_EXPERTS:
+    if type(said) is int and num_experts < said <= min(MAX_EXPERTS, MAX_CELLS // max(1, len(layers))):
         num_experts = said
     rows, ms = np.zeros((len(layers), num_experts)), np.zeros((len(layers), num_experts))
     at = row[trace.expert_step], trace.expert
@@ -421,7 +421,7 @@ def _late(trace: Trace) -> list[Late]:
 
 def _lanes(trace: Trace) -> list[LaneSummary]:
     """Bubbles: the host's waits and the workers' idle time, in steps of the engine of one lane and of two."""
-    if not trace.engine_us.size or not trace.workers:
+    if not trace.engine_us.size or not trace.workers or not trace.layer.size:
         return []
     order = np.argsort(trace.engine_start)
     starts, us = trace.engine_start[order], trace.engine_us[order]

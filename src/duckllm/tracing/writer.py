@@ -6,6 +6,9 @@ natively (csrc/transport/step_trace.h); here they are drained and written.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import logging
 import os
@@ -73,28 +76,44 @@ def check_trace(path: Path) -> None:
     """Finds out before anything is loaded whether a trace can be written there.
 
     Raises:
-        ConfigError: Its folder does not exist, it is a folder, may not be written, or is a file of something
-            else, which is not overwritten.
+        ConfigError: Its folder does not exist, it is a folder, may not be written, another run writes it, or
+            it or its earlier part is a file of something else, which is not overwritten.
     """
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError("trace", str(path), "a file in a folder that exists")
-    existed = path.exists()
-    try:
-        with path.open("ab+") as file:
-            file.seek(0)
-            head = file.read(len(MAGIC))
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError("trace", str(path), f"a file that can be written ({reason})") from error
-    if not existed:
-        path.unlink(missing_ok=True)
-    if head not in (b"", MAGIC):
-        raise ConfigError("trace", str(path), "a new file, or an earlier trace to be written over")
+    for part in (path, earlier_part(path)):
+        existed = part.exists()
+        try:
+            with part.open("ab+") as file:
+                _lock(file.fileno())
+                file.seek(0)
+                head = file.read(len(MAGIC))
+        except OSError as error:
+            raise _refusal(part, error) from error
+        if not existed:
+            part.unlink(missing_ok=True)
+        if head not in (b"", MAGIC):
+            raise ConfigError("trace", str(part), "a new file, or an earlier trace to be written over")
 
 
 def earlier_part(path: Path) -> Path:
     """Where the part before the newest of a large trace lies."""
     return path.with_name(path.stem + EARLIER + path.suffix)
+
+
+def _lock(file: int) -> None:
+    """Keeps a file for this run until it is closed; a file system that knows no locks is taken as it is."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BlockingIOError(errno.EAGAIN, "another run writes it") from None
+    except OSError:
+        pass
+
+
+def _refusal(path: Path, error: OSError) -> ConfigError:
+    reason = error.strerror or str(error)
+    return ConfigError("trace", str(path), f"a file that can be written ({reason})")
 
 
 class TraceWriter:
@@ -133,12 +152,12 @@ class TraceWriter:
         self._end_bytes = 0
         self._drain_at = time.perf_counter() + _DRAIN_EVERY_S
         self.on_end: Callable[[], None] = lambda: None
-        earlier_part(path).unlink(missing_ok=True)
         try:
             self._begin()
+            earlier_part(path).unlink(missing_ok=True)
         except OSError as error:
-            reason = error.strerror or str(error)
-            raise ConfigError("trace", str(path), f"a file that can be written ({reason})") from error
+            self._end()
+            raise _refusal(path, error) from error
 
     def step(self, step: EngineStep) -> None:
         """Notes a step of the engine that has just ended, and writes what has come together now and then."""
@@ -204,7 +223,10 @@ class TraceWriter:
         self._begin()
 
     def _begin(self) -> None:
-        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        _lock(self._file)
+        with contextlib.suppress(OSError):  # a device has no length
+            os.ftruncate(self._file, 0)
         facts = {"start_unix_s": self._start_unix_s, **self._facts, "workers": list(self._worker_names)}
         names = [_name("process_name", HOST_PID, None, "host"), _sort(HOST_PID)]
         names.append(_name("thread_name", HOST_PID, ENGINE_TID, "engine steps"))
@@ -221,12 +243,26 @@ class TraceWriter:
         self._write(head + ",\n".join(names).encode())
 
     def _write(self, data: bytes) -> None:
-        """Appends events, and an end behind them that the next ones begin over."""
-        rest, at = memoryview(data + _END), self._end_bytes
+        """Appends events, and an end behind them that the next ones begin over; all of them, or none.
+
+        Raises:
+            OSError: The disk fails; the file ends as it did before.
+        """
+        try:
+            self._put(data + _END, self._end_bytes)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._end_bytes)
+                if self._end_bytes:
+                    self._put(_END, self._end_bytes)
+            raise
+        self._end_bytes += len(data)
+
+    def _put(self, data: bytes, at: int) -> None:
+        rest = memoryview(data)
         while rest:
             written = os.pwrite(self._file, rest, at)
             rest, at = rest[written:], at + written
-        self._end_bytes += len(data)
 
 
 def _name(kind: str, pid: int, tid: int | None, name: str) -> str:

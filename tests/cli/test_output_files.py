@@ -1,0 +1,89 @@
+"""Files that verbs of bench, trace and simulate write: whole, or as they were before."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from duckllm.cli.bench_common import append_line, check_save, writing_whole
+from duckllm.errors import ConfigError
+
+
+def test_a_file_takes_its_place_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("old")
+    link = tmp_path / "link.html"
+    link.symlink_to(path)
+    with writing_whole("html", link) as part:
+        part.write_text("new")
+        assert part.suffix == ".html"
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert link.is_symlink()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["link.html", "report.html"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_what_is_not_whole_leaves_what_was_there(tmp_path: Path, error: BaseException) -> None:
+    path = tmp_path / "report.html"
+    for before in (None, "old"):
+        if before:
+            path.write_text(before)
+        kind = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else ConfigError
+        with pytest.raises(kind), writing_whole("html", path) as part:
+            part.write_text("half")
+            raise error
+        assert [each.read_text() for each in tmp_path.iterdir()] == ([before] if before else [])
+
+
+def test_a_device_is_written_itself(tmp_path: Path) -> None:
+    with writing_whole("html", Path(os.devnull)) as part:
+        assert part == Path(os.devnull)
+    with pytest.raises(ConfigError, match="No space left"), writing_whole("html", Path("/dev/full")) as part:
+        part.write_text("x")
+    assert Path("/dev/full").exists()
+
+
+def test_a_line_is_appended_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lines.jsonl"
+    append_line("one", path)
+    append_line("two", None)
+
+    class Full:
+        """A disk with room for three bytes."""
+
+        def __init__(self, file: object) -> None:
+            self.file, self.room = file, 3
+
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()  # type: ignore[attr-defined]
+
+        def fileno(self) -> int:
+            return int(self.file.fileno())  # type: ignore[attr-defined]
+
+        def write(self, data: bytes) -> int:
+            if not self.room:
+                raise OSError(28, "No space left on device")
+            wrote, self.room = self.room, 0
+            self.file.write(data[:wrote])  # type: ignore[attr-defined]
+            return wrote
+
+    real = Path.open
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda self, *args, **options: Full(real(self, *args, **options)))
+        with pytest.raises(ConfigError, match="No space left"):
+            append_line("three", path)
+    assert path.read_text() == "one\n"
+
+
+def test_whether_a_file_can_be_written_is_found_out_without_a_trace(tmp_path: Path) -> None:
+    check_save(tmp_path / "new.html", "html")
+    assert list(tmp_path.iterdir()) == []
+    for wrong in (tmp_path, tmp_path / "none" / "x.html"):
+        with pytest.raises(ConfigError, match="html: got"):
+            check_save(wrong, "html")
