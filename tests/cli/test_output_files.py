@@ -28,13 +28,17 @@ def test_a_file_takes_its_place_when_it_is_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_what_is_not_whole_leaves_what_was_there(tmp_path: Path, error: BaseException) -> None:
     path = tmp_path / "report.html"
+
+    def half(part: Path) -> None:
+        part.write_text("half")
+        raise error
+
     for before in (None, "old"):
         if before:
             path.write_text(before)
         kind = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else ConfigError
         with pytest.raises(kind), writing_whole("html", path) as part:
-            part.write_text("half")
-            raise error
+            half(part)
         assert [each.read_text() for each in tmp_path.iterdir()] == ([before] if before else [])
 
 
