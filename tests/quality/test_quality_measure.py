@@ -23,6 +23,7 @@ from duckllm.quality.measure import FormatQuality, Measurement, Variant
 from duckllm.quality.report import table
 from duckllm.quality.texts import Passage, read_passages, shipped_passages, spread
 from duckllm.text import Tokenizer
+from duckllm.weights.manifest import Manifest
 from support.models import all_logits, build_model
 
 SILENT = 12  # of 32: the demo model knows what it knows by heart
@@ -226,9 +227,8 @@ def test_the_command_prints_one_json_object(demo_folder: Path, tmp_path: Path) -
     nodes = tmp_path / "nodes.toml"
     nodes.write_text('[host]\npreset = "n305"\n[[nodes]]\npreset = "n100"\ncount = 2\n')
     arguments = ["quality", str(demo_folder), "--formats", "fp8", "--tokens", "40", "--reply-tokens", "8"]
-    done = CliRunner().invoke(
-        app, [*arguments, "--nodes", str(nodes), "--save", str(tmp_path / "x"), "--json"]
-    )
+    arguments += ["--workers", "2", "--nodes", str(nodes), "--save", str(tmp_path / "x"), "--json"]
+    done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["reference"] == "fp9"
@@ -238,6 +238,8 @@ def test_the_command_prints_one_json_object(demo_folder: Path, tmp_path: Path) -
         assert each["top1_agreement"] == 1
         assert each["predicted_tokens_per_s"] > 0
         assert each["suite"] is None
+    files = Manifest.load(demo_folder).expert_layers.values()
+    assert found["formats"][0]["expert_bytes"] == pytest.approx(sum(file.bytes for file in files), rel=0.01)
     assert found["formats"][1]["predicted_tokens_per_s"] != found["formats"][0]["predicted_tokens_per_s"]
     assert json.loads((tmp_path / "x").read_text()) == found
 

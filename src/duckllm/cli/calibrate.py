@@ -79,6 +79,7 @@ def calibrate(
     check_save(output, "output")
     opened = open_model(model)
     manifest = opened.manifest
+    stored = StoredExperts(manifest)
     with Waiting("Reading prompts"):
         tokenizer = Tokenizer(opened.path)
         passages = (
@@ -93,7 +94,6 @@ def calibrate(
         LLM(opened.path, workers=0, device="cpu", lanes="off", draft=draft, max_step_tokens=tokens) as llm,
     ):
         chosen = cut(_answered(llm, passages, tokens, reply_tokens, progress), tokens, llm.max_model_len)
-        stored = StoredExperts(manifest)
         calibrated, draft_layer = llm.host_model()
         run(calibrated, draft_layer, chosen, stored.gate_up, importance, progress)
     num_tokens = sum(len(each.token_ids) for each in chosen)
