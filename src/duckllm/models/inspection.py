@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from duckllm.errors import ModelNotFoundError
 from duckllm.weights.architectures import layout_of
-from duckllm.weights.checkpoint import FP8, Checkpoint, load_json, read_quantisation
+from duckllm.weights.checkpoint import FP8, Checkpoint, is_gguf, load_json, read_quantisation
 from duckllm.weights.e4m3 import scale_shape
 from duckllm.weights.files import model_errors
 from duckllm.weights.formats import num_stripes, unit_bytes
@@ -168,6 +168,7 @@ def inspect_model(folder: Path) -> Inspection:
             raise ModelNotFoundError(f"{folder}: got no config.json, expected a model folder")
         is_converted = (folder / MANIFEST_FILE).is_file()
         has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json"))
+        has_weights = has_weights or is_gguf(folder)
     if is_converted:
         found = _read_converted(folder)
     elif has_weights:

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint folder: its configuration, its tensors, and the scales of its FP8 weights.
+"""A checkpoint folder of Hugging Face's form: its configuration, its tensors, the scales of its FP8 weights.
 
 Called by the converter and by the host's tensor loader; it knows names, types and shapes of what lies in the
 folder and refuses what it does not understand, but no architecture.
@@ -18,6 +18,7 @@ import numpy as np
 from duckllm.errors import CheckpointError, ModelNotFoundError, show_value
 from duckllm.weights.e4m3 import F32
 from duckllm.weights.files import model_errors
+from duckllm.weights.imports.gguf import GgufBlocks, read_gguf
 from duckllm.weights.json_values import is_plain_name, parse_json_object
 from duckllm.weights.quantisation import Quantisation
 from duckllm.weights.safetensors_file import TensorInfo, read_header
@@ -63,7 +64,7 @@ class Checkpoint:
     Args:
         folder: Where it lies.
         config: config.json.
-        quantisation: How its FP8 weights are scaled.
+        quantisation: How its FP8 weights are scaled, and in which forms it has others.
         tensors: Every tensor by name.
     """
 
@@ -79,7 +80,8 @@ class Checkpoint:
         Raises:
             ModelNotFoundError: No such folder, or no model in it.
             CheckpointError: A file is missing, truncated or malformed.
-            UnsupportedModelError: A quantisation that is not FP8.
+            UnsupportedModelError: A quantisation that is not supported.
+            MissingPackageError: Its weights are in a GGUF file, and the gguf package is not installed.
         """
         with model_errors(folder):
             if not folder.is_dir():
@@ -89,11 +91,13 @@ class Checkpoint:
                     f"{folder}: got no config.json, expected a Hugging Face checkpoint folder"
                 )
             config = load_json(folder / "config.json")
+            if is_gguf(folder):
+                return cls(folder, config, Quantisation("gguf", (), (GgufBlocks(),)), read_gguf(folder))
             return cls(folder, config, read_quantisation(folder, config), _read_tensors(folder))
 
     @property
     def shards(self) -> list[Path]:
-        """The safetensors files, sorted."""
+        """The files of the tensors, sorted."""
         return sorted({info.path for info in self.tensors.values()})
 
     def fingerprint(self) -> str:
@@ -133,6 +137,11 @@ def read_quantisation(folder: Path, config: Mapping[str, Any]) -> Quantisation:
     """
     path = folder / MODELOPT_FILE
     return Quantisation.of(str(folder), config, load_json(path) if path.is_file() else None)
+
+
+def is_gguf(folder: Path) -> bool:
+    """Whether a checkpoint's weights are in a GGUF file: one beside no safetensors, though perhaps their index."""
+    return any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
 
 
 def _read_tensors(folder: Path) -> dict[str, TensorInfo]:

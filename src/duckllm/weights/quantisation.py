@@ -15,7 +15,7 @@ from duckllm.weights.imports.awq import Awq
 from duckllm.weights.imports.compressed_tensors import PackQuantized
 from duckllm.weights.imports.gptq import Gptq
 from duckllm.weights.imports.mxfp4 import GROUP, MxFp4Blocks, MxFp4PackQuantized
-from duckllm.weights.imports.packed import PackedForm, PackedMatrix, Tensors
+from duckllm.weights.imports.packed import PackedForm, StoredMatrix, Tensors
 from duckllm.weights.scales import BLOCK_128, PER_CHANNEL, PER_TENSOR, ScaleKind
 
 _SUPPORTED = (
@@ -39,8 +39,8 @@ class Quantisation:
     kinds: tuple[ScaleKind, ...]
     packed: tuple[PackedForm, ...] = ()
 
-    def find_packed(self, tensors: Tensors, weight: str, shape: tuple[int, ...]) -> PackedMatrix | None:
-        """The 4-bit matrix that a checkpoint has in place of a weight; None where it has none.
+    def find_packed(self, tensors: Tensors, weight: str, shape: tuple[int, ...]) -> StoredMatrix | None:
+        """The matrix that a checkpoint has in a tool's form in place of a weight; None where it has none.
 
         Raises:
             CheckpointError: It has a part of one, or one of other shapes or types.

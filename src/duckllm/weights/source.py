@@ -37,7 +37,7 @@ from duckllm.weights.e4m3 import (
 )
 from duckllm.weights.formats import DOWN_GROUP, FORMATS, GATE_UP_GROUP
 from duckllm.weights.grouped import QuantisedExpert
-from duckllm.weights.imports.packed import PackedMatrix
+from duckllm.weights.imports.packed import PackedMatrix, StoredMatrix
 from duckllm.weights.layout import PROJECTIONS, ModelLayout
 from duckllm.weights.safetensors_file import DTYPE_BYTES, TensorInfo, TensorReader
 from duckllm.weights.scales import ScaleFit, ScaleGrid
@@ -161,7 +161,7 @@ class ExpertTensors:
         self.missing: list[str] = []
         self.problems: list[str] = []
         self.broken: list[str] = []
-        self._found: dict[tuple[int, str], list[ExpertTensor | PackedMatrix]] = {}
+        self._found: dict[tuple[int, str], list[ExpertTensor | StoredMatrix]] = {}
         for layer in layout.moe_layers:
             stacked = self._stacked(layer)
             if stacked:
@@ -183,7 +183,7 @@ class ExpertTensors:
         Empty where there are no experts.
         """
         types = Counter(
-            tensor.form if isinstance(tensor, PackedMatrix) else tensor.weight.dtype
+            tensor.form if isinstance(tensor, StoredMatrix) else tensor.weight.dtype
             for tensor in chain.from_iterable(self._found.values())
         )
         return types.most_common(1)[0][0] if types else ""
@@ -351,10 +351,9 @@ class ExpertTensors:
             return
         self.names |= {info.name for info in matrix.tensors}
         multiple = DOWN_GROUP if part == "down_proj" else GATE_UP_GROUP
-        if matrix.group_size % multiple and matrix.group_size < shape[1]:
-            self.problems.append(
-                f"{name}: got groups of {matrix.group_size} weights, expected a multiple of {multiple}"
-            )
+        size = matrix.group_size if isinstance(matrix, PackedMatrix) else multiple
+        if size % multiple and size < shape[1]:
+            self.problems.append(f"{name}: got groups of {size} weights, expected a multiple of {multiple}")
             return
         self._found.setdefault((layer, part), []).append(matrix)
 

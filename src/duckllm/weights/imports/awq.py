@@ -67,7 +67,7 @@ class Awq:
             )
 
         found = (codes, zeros, scales)
-        return PackedMatrix(weight, self.name, shape, group, "int4", scale_type, True, found, unpack)
+        return PackedMatrix(weight, self.name, shape, found, group, "int4", scale_type, True, unpack)
 
 
 def _outputs(reader: TensorReader, info: TensorInfo, rows: int) -> U8:

@@ -86,7 +86,7 @@ class PackQuantized:
         others = tuple(info for info in (said, order) if info is not None)
         scale_type = SCALE_TYPES[found[1].dtype]
         return PackedMatrix(
-            weight, self.name, shape, group, "int4", scale_type, not self.symmetric, (*found, *others), unpack
+            weight, self.name, shape, (*found, *others), group, "int4", scale_type, not self.symmetric, unpack
         )
 
 

@@ -90,7 +90,7 @@ class Gptq:
             )
 
         return PackedMatrix(
-            weight, self.name, shape, group, "int4", scale_type, not self.symmetric, tuple(found), unpack
+            weight, self.name, shape, tuple(found), group, "int4", scale_type, not self.symmetric, unpack
         )
 
     def _zeros(self, points: U8, name: str) -> U8 | None:

@@ -61,7 +61,7 @@ class MxFp4PackQuantized:
                 kind="mxfp4",
             )
 
-        return PackedMatrix(weight, self.name, shape, GROUP, "mxfp4", "bf16", False, (codes, scales), unpack)
+        return PackedMatrix(weight, self.name, shape, (codes, scales), GROUP, "mxfp4", "bf16", False, unpack)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class MxFp4Blocks:
                 kind="mxfp4",
             )
 
-        return PackedMatrix(weight, self.name, shape, GROUP, "mxfp4", "bf16", False, (codes, scales), unpack)
+        return PackedMatrix(weight, self.name, shape, (codes, scales), GROUP, "mxfp4", "bf16", False, unpack)
 
 
 def _of_expert(reader: TensorReader, info: TensorInfo, expert: int) -> U8:

@@ -6,6 +6,7 @@ converter of host tensors, which read them. It knows no tool and no model.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -26,41 +27,39 @@ _NOT_FINITE = 0x7F80  # exponent bits of a BF16 value that is infinite or NaN
 
 
 @dataclass(frozen=True)
-class PackedMatrix:
-    """A matrix of a checkpoint that is 4-bit.
+class StoredMatrix(ABC):
+    """A matrix that a checkpoint has in the form of some tool.
 
     Args:
         weight: The name that it would have unquantised.
         form: The tool's layout, as messages call it.
         shape: [out, in].
-        group_size: Weights of a row that share a scale.
-        kind: ``"int4"`` or ``"mxfp4"``.
-        scale_type: ``"f16"`` or ``"bf16"``, in which its scales are exact.
-        has_zeros: Whether its groups have zero points of their own.
         tensors: Every tensor that it takes.
-        unpack: Reads them.
     """
 
     weight: str
     form: str
     shape: Shape
-    group_size: int
-    kind: str
-    scale_type: str
-    has_zeros: bool
     tensors: tuple[TensorInfo, ...]
-    unpack: Callable[[TensorReader], QuantisedMatrix] = field(repr=False)
+
+    @abstractmethod
+    def parts(self, reader: TensorReader, rows: int) -> Iterator[F32]:
+        """The weights as f32, exactly, some rows at a time; perhaps infinite.
+
+        Raises:
+            CheckpointError: A file ends early, or a part of the matrix is wrong.
+        """
 
     def read(self, reader: TensorReader, expert: int) -> tuple[F32, None]:
         """The weights as f32, exactly, as :meth:`duckllm.weights.source.ExpertTensor.read` gives others'.
 
         Raises:
-            WeightFormatError: One is beyond f32.
+            WeightFormatError: One is NaN or infinite.
         """
-        with np.errstate(over="ignore"):
-            weights = self.unpack(reader).values()
-        if not np.isfinite(weights).all():
-            raise WeightFormatError(f"{self.weight}: got a weight beyond f32, expected finite weights")
+        (weights,) = self.parts(reader, self.shape[0])
+        bad = weights.size - int(np.count_nonzero(np.isfinite(weights)))
+        if bad:
+            raise WeightFormatError(f"{self.weight}: got {bad} non-finite weight(s), expected finite weights")
         return weights, None
 
     @property
@@ -74,6 +73,52 @@ class PackedMatrix:
         return sum(info.num_bytes for info in self.tensors)
 
 
+@dataclass(frozen=True)
+class PackedMatrix(StoredMatrix):
+    """One of 4-bit codes.
+
+    Args:
+        group_size: Weights of a row that share a scale.
+        kind: ``"int4"`` or ``"mxfp4"``.
+        scale_type: ``"f16"`` or ``"bf16"``, in which its scales are exact.
+        has_zeros: Whether its groups have zero points of their own.
+        unpack: Reads it.
+    """
+
+    group_size: int
+    kind: str
+    scale_type: str
+    has_zeros: bool
+    unpack: Callable[[TensorReader], QuantisedMatrix] = field(repr=False)
+
+    def parts(self, reader: TensorReader, rows: int) -> Iterator[F32]:
+        """As :meth:`StoredMatrix.parts`."""
+        matrix = self.unpack(reader)
+        for start in range(0, self.shape[0], rows):
+            part = slice(start, start + rows)
+            zeros = None if matrix.zeros is None else matrix.zeros[part]
+            some = replace(matrix, codes=matrix.codes[part], scales=matrix.scales[part], zeros=zeros)
+            with np.errstate(over="ignore"):
+                yield some.values()
+
+
+@dataclass(frozen=True)
+class FloatMatrix(StoredMatrix):
+    """One whose codes no format here has: its tool dequantises it.
+
+    Args:
+        load: Reads and dequantises it.
+    """
+
+    load: Callable[[TensorReader], F32] = field(repr=False)
+
+    def parts(self, reader: TensorReader, rows: int) -> Iterator[F32]:
+        """As :meth:`StoredMatrix.parts`."""
+        weights = self.load(reader)
+        for start in range(0, self.shape[0], rows):
+            yield weights[start : start + rows]
+
+
 class PackedForm(Protocol):
     """A tool's layout of 4-bit matrices."""
 
@@ -81,7 +126,7 @@ class PackedForm(Protocol):
     def name(self) -> str:
         """As messages and manifests call it."""
 
-    def find(self, tensors: Tensors, weight: str, shape: Shape) -> PackedMatrix | None:
+    def find(self, tensors: Tensors, weight: str, shape: Shape) -> StoredMatrix | None:
         """The matrix in place of a weight; None where the checkpoint has none in this form.
 
         Raises:
@@ -91,19 +136,19 @@ class PackedForm(Protocol):
 
 @dataclass(frozen=True)
 class DequantisedTensor(TensorInfo):
-    """A matrix that is 4-bit in the checkpoint and BF16 in the converted model: hosts compute no 4-bit ones.
+    """A matrix that is quantised in the checkpoint and BF16 in the converted model, as hosts compute it.
 
-    BF16 has the values of a group exactly where its scale has few bits, and rounds by 1/512 of one at most.
-    F16 would be closer and take the host four bytes a weight, as it widens F16 to f32.
+    BF16 rounds a weight by 1/512 of it at most. F16 would be closer, and take a host four bytes a weight, as
+    it widens F16 to f32.
 
     Args:
         matrix: What the checkpoint has.
     """
 
-    matrix: PackedMatrix
+    matrix: StoredMatrix
 
     @classmethod
-    def of(cls, matrix: PackedMatrix) -> DequantisedTensor:
+    def of(cls, matrix: StoredMatrix) -> DequantisedTensor:
         """The tensor to write."""
         rows, columns = matrix.shape
         path, num_bytes = matrix.tensors[0].path, 2 * rows * columns
@@ -115,16 +160,10 @@ class DequantisedTensor(TensorInfo):
         Raises:
             CheckpointError: A file ends early, a scale is NaN or infinite, or a weight is beyond the type.
         """
-        matrix = self.matrix.unpack(reader)
-        rows, columns = self.shape
-        step = max(1, _CHUNK_BYTES // (2 * columns))
-        for start in range(0, rows, step):
-            part = slice(start, start + step)
-            zeros = None if matrix.zeros is None else matrix.zeros[part]
-            some = replace(matrix, codes=matrix.codes[part], scales=matrix.scales[part], zeros=zeros)
-            with np.errstate(over="ignore"):
-                words = scale_words(some.values(), "bf16")
-            if ((words & _NOT_FINITE) == _NOT_FINITE).any():
+        rows = max(1, _CHUNK_BYTES // (2 * self.shape[1]))
+        for part in self.matrix.parts(reader, rows):
+            words = scale_words(part, "bf16")
+            if not np.isfinite(part).all() or ((words & _NOT_FINITE) == _NOT_FINITE).any():
                 raise CheckpointError(f"{self.name}: got a weight beyond BF16, expected finite weights")
             yield words.view(np.uint8).reshape(-1).data
 
