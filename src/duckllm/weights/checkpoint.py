@@ -140,7 +140,7 @@ def read_quantisation(folder: Path, config: Mapping[str, Any]) -> Quantisation:
 
 
 def is_gguf(folder: Path) -> bool:
-    """Whether a checkpoint's weights are in a GGUF file: one beside no safetensors, though perhaps their index."""
+    """Whether a checkpoint's weights are in a GGUF file: one beside no safetensors, perhaps their index."""
     return any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
 
 
