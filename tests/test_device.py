@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import duckllm.device
-from duckllm.device import CPU, Device, check_device, find_device, vram_kept
+from duckllm.device import CPU, Device, card_problem, check_device, find_device, vram_kept
 from duckllm.errors import ConfigError
 
 GIB = 1 << 30
@@ -71,8 +71,13 @@ def test_what_is_missing_is_said(cards: Cards, monkeypatch: pytest.MonkeyPatch) 
     assert refusal("cuda:1").endswith("as CUDA finds no GPU here (CUDA_VISIBLE_DEVICES is '7')")
     cards(cuda=None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert refusal("cuda") == "device: got 'cuda', expected cpu or auto, as this torch was built without CUDA"
+    assert refusal("cuda") == (
+        "device: got 'cuda', expected cpu or auto, as this torch was built without CUDA "
+        "(docs/operations.md, A host with a GPU, says how to get it)"
+    )
+    assert card_problem().startswith("this torch was built without CUDA (docs/")
     cards(H200)
+    assert card_problem() == ""
     assert refusal("cuda:1") == "device: got 'cuda:1', expected cpu or auto, as CUDA finds 1 here, cuda:0"
     cards(T4)
     assert refusal("cuda") == (
@@ -161,3 +166,11 @@ def test_the_true_card_is_found() -> None:
     assert found == find_device("cuda:0") or found.total_bytes == find_device("cuda:0").total_bytes
     assert found.title == torch.cuda.get_device_name(0)
     assert 0 < found.free_bytes <= found.total_bytes
+
+
+def test_a_missing_driver_is_the_reason_why_no_card_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(duckllm.device, "_has_driver", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert card_problem() == "NVIDIA's driver is not installed (no libcuda.so.1)"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert card_problem() == "CUDA_VISIBLE_DEVICES is '-1'"

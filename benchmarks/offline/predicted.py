@@ -42,7 +42,7 @@ from lanes import make_model
 from namespaces_network import HOST, Network, burst_bytes, check_rights, inside
 
 from duckllm import LLM, SamplingParams
-from duckllm.bench.machine import LoadMeter, commit, cpu_name
+from duckllm.bench.machine import commit, cpu_name
 from duckllm.cluster.address import parse_address
 from duckllm.cluster.survey import survey
 from duckllm.cluster.token import TOKEN_VARIABLE
@@ -55,6 +55,7 @@ from duckllm.forecast.step import Prediction, Setting, predict
 from duckllm.models.inspection import inspect_model
 from duckllm.models.registry import load_config
 from duckllm.weights.convert import convert
+from duckllm.worker.other_load import LoadMeter
 
 MTU, PING_BYTES, PINGS = 1500, 16, 40
 WITHIN, CHECK_TOKENS = 0.15, 12

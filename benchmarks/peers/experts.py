@@ -38,9 +38,10 @@ from duckllm import _native
 from duckllm.bench.ceilings import FEWEST_REPEATS, MemoryCeilings, default_size_bytes
 from duckllm.bench.expert_step import ExpertStep, RandomExperts, SliceShape
 from duckllm.bench.kernel import SHAPES
-from duckllm.bench.machine import LoadMeter, available_memory_bytes, commit, cpu_name, read_caches
+from duckllm.bench.machine import available_memory_bytes, commit, cpu_name, read_caches
 from duckllm.bench.memory import U8
 from duckllm.config import available_cores
+from duckllm.worker.other_load import LoadMeter
 
 HERE = Path(__file__).parent
 PEER_SHAPES = {

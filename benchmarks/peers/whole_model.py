@@ -48,9 +48,10 @@ from whole_report import Allowed, Bytes, Setting, line_of, table
 
 from duckllm import LLM, SamplingParams, _native
 from duckllm.bench.ceilings import NUM_WINDOWS, MemoryCeilings, default_size_bytes
-from duckllm.bench.machine import LoadMeter, available_memory_bytes, commit, cpu_name, read_caches
+from duckllm.bench.machine import available_memory_bytes, commit, cpu_name, read_caches
 from duckllm.config import FORMAT_CHOICES, available_cores
 from duckllm.weights.convert import convert
+from duckllm.worker.other_load import LoadMeter
 
 HERE = Path(__file__).parent
 PUBLISHED = HERE.parents[1] / "examples" / "configs" / "Qwen3-30B-A3B" / "config.json"

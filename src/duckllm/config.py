@@ -318,6 +318,12 @@ def total_memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def count_of(count: int, what: str) -> str:
+    """A number and what it counts: ``"1 reply"``, ``"2 replies"``."""
+    plural = what[:-1] + "ies" if what.endswith("y") else what + "s"
+    return f"{count} {what if count == 1 else plural}"
+
+
 def threads_in_words(count: int) -> str:
     """``"1 thread"``, ``"2 threads"``."""
-    return f"{count} thread" if count == 1 else f"{count} threads"
+    return count_of(count, "thread")

@@ -87,6 +87,21 @@ def find_device(asked: str) -> Device:
         raise ConfigError("device", asked, f"cpu or auto, as {error.why}", error.hint) from error
 
 
+def card_problem() -> str:
+    """Why no card here can compute the host's part; empty where the first one can."""
+    if not _has_driver():
+        if os.environ.get(_VISIBLE) in ("", "-1"):
+            return f"{_VISIBLE} is {os.environ[_VISIBLE]!r}"
+        return "NVIDIA's driver is not installed (no libcuda.so.1)"
+    try:
+        _find_card(0)
+    except _Unusable as error:
+        return f"{error.why} ({error.hint})" if error.hint else error.why
+    except ImportError as error:
+        return f"torch cannot be imported ({_first_line(error)})"
+    return ""
+
+
 @contextmanager
 def vram_kept(device: Device) -> Iterator[None]:
     """Lets what is inside take VRAM that was counted before.
@@ -134,7 +149,10 @@ def _find_card(index: int) -> Device:
         visible = os.environ.get(_VISIBLE)
         hint = problem if visible is None else f"{_VISIBLE} is {visible!r}"
         if torch.version.cuda is None:
-            raise _Unusable("this torch was built without CUDA", hint)
+            raise _Unusable(
+                "this torch was built without CUDA",
+                "docs/operations.md, A host with a GPU, says how to get it",
+            )
         raise _Unusable("CUDA finds no GPU here", hint)
     if index >= count:
         raise _Unusable(f"CUDA finds {count} here, " + ", ".join(f"cuda:{each}" for each in range(count)))

@@ -33,6 +33,7 @@ from duckllm.config import (
     ClusterConfig,
     StepConfig,
     as_size,
+    count_of,
     show_size,
     threads_in_words,
 )
@@ -226,7 +227,7 @@ class LLM:
             "isas": list(info.isas),
         }
         names = tuple(
-            f"{address}, {stripes} stripes, {threads_in_words(threads)}"
+            f"{address}, {count_of(stripes, 'stripe')}, {threads_in_words(threads)}"
             for address, stripes, threads in zip(info.addresses, info.stripes, info.threads, strict=False)
         )
         writer = TraceWriter(path, limit_bytes, facts, names)

@@ -12,13 +12,12 @@ import pytest
 from duckllm.bench.machine import (
     ASSUMED_LLC_BYTES,
     Caches,
-    LoadMeter,
-    OtherLoad,
     available_memory_bytes,
     parse_cache_size,
     read_caches,
 )
 from duckllm.bench.memory import HUGE_PAGE_BYTES, Windows, huge_page_share, new_memory
+from duckllm.worker.other_load import LoadMeter, OtherLoad
 
 
 @pytest.mark.parametrize("huge_pages", [True, False])

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from duckllm import _native
 from duckllm.bench import roofline as module
 from duckllm.bench.ceilings import Ceiling, Spread
-from duckllm.bench.machine import Caches, OtherLoad
+from duckllm.bench.machine import Caches
 from duckllm.bench.plot import check_plot, draw_roofline, write_plot
 from duckllm.bench.points import Placed, Point
 from duckllm.bench.report import print_roofline
@@ -31,6 +31,7 @@ from duckllm.cli.bench_common import parse_numbers, parse_words
 from duckllm.cli.main import app
 from duckllm.config import available_cores, parse_size
 from duckllm.errors import ConfigError, DuckError, MissingPackageError
+from duckllm.worker.other_load import OtherLoad
 
 TINY = ("--threads", "1", "--size", "4M", "--repeats", "9", "--huge-pages", "off")
 

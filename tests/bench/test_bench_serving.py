@@ -351,6 +351,12 @@ def test_what_failed_is_counted_and_in_no_latency() -> None:
     assert found["total_tokens_per_s"] == pytest.approx((16 + 36) / result.seconds, rel=1e-3)
     assert (found["prompt_tokens"], found["cached_prompt_tokens"], found["pieces_per_reply"]) == (9, 2, 2)
     assert found["short_replies"] == 0
+    alike = [
+        Outcome(0.0, 9, 4, end=2.0, error=error)
+        for error in ("HTTP 400: 54 tokens", "HTTP 400: 7 tokens", "HTTP 500: 54 tokens")
+    ]
+    counted = LoadResult(Load(math.inf), tuple(alike), 0.0).errors
+    assert counted == {"HTTP 400: 54 tokens": 2, "HTTP 500: 54 tokens": 1}
     broken = Outcome(0.0, 9, 4, pieces=[1.0], end=2.0, error="a stream that broke off")
     assert LoadResult(Load(math.inf), (broken,), 0.0).answered == []
 

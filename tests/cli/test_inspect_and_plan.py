@@ -308,6 +308,34 @@ def test_a_prediction_says_what_does_not_fit(tmp_path: Path) -> None:
         run("plan", config, "--nodes", file, "--format", "fp9")
 
 
+def test_a_card_in_the_host_is_predicted_as_if_it_were_there(tmp_path: Path) -> None:
+    def predicted(name: str, card: str) -> tuple[dict[str, float], float]:
+        file = tmp_path / "flock.toml"
+        host = f'[host]\npreset = "ryzen-desktop"\n{card}\n'
+        file.write_text(host + '[[nodes]]\npreset = "n100"\nmemory_gib = 64\ncount = 12\n')
+        found = json.loads(run("plan", ROOT / "examples/configs" / name, "--nodes", file, "--json"))[
+            "forecast"
+        ]
+        changes = {each["change"]: each["tokens_per_s"] for each in found["what_if"]}
+        return changes, found["base"]["tokens_per_s"]
+
+    changes, without = predicted("Qwen3-30B-A3B", "")
+    others, there = predicted("Qwen3-30B-A3B", 'card = "rtx-3090"')
+    assert changes["a card in the host: rtx-3090"] == pytest.approx(there)
+    assert there > 1.2 * without
+    assert not [words for words in others if words.startswith("a card in")]
+    # The slowest that holds the host's part is taken, here none of 24 GiB.
+    changes, _ = predicted("GLM-4.6", "")
+    assert [words for words in changes if words.startswith("a card in")] == ["a card in the host: h200"]
+
+
+def test_measuring_needs_weights(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"measure: got .*Qwen3-30B-A3B', expected a model with its weights"
+    ):
+        run("plan", ROOT / "examples/configs/Qwen3-30B-A3B", "--measure")
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [

@@ -291,3 +291,12 @@ def test_a_host_that_is_killed_leaves_no_worker(demo_folder: Path) -> None:
         assert not alive
     finally:
         terminal.close()
+
+
+def test_tables_in_a_pipe_are_wide_unless_a_width_is_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert table_console().width == TABLE_WIDTH
+    monkeypatch.setenv("COLUMNS", "90")
+    assert table_console().width == 90

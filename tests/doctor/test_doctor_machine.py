@@ -48,6 +48,21 @@ def write(root: Path, **files: str) -> None:
         path.write_text(content)
 
 
+def test_cards_are_found_by_their_driver_or_on_the_bus(tmp_path: Path) -> None:
+    def cards() -> tuple[tuple[str, ...], str]:
+        facts = gather_machine(tmp_path, measure=float, clock_state=int, find_problem=lambda: "a reason")
+        return facts.cards, facts.card_problem
+
+    assert cards() == ((), "")
+    bus = "sys/bus/pci/devices/0000:01:00"
+    write(tmp_path, **{f"{bus}.0/vendor": "0x10de\n", f"{bus}.0/class": "0x030000\n"})  # the card
+    write(tmp_path, **{f"{bus}.1/vendor": "0x10de\n", f"{bus}.1/class": "0x040300\n"})  # its sound
+    write(tmp_path, **{f"{bus}.2/vendor": "0x8086\n", f"{bus}.2/class": "0x030000\n"})  # another's
+    assert cards() == (("an NVIDIA GPU",), "a reason")
+    write(tmp_path, **{"proc/driver/nvidia/gpus/0/information": "Model: \t NVIDIA RTX 9\nIRQ: 1\n"})
+    assert cards() == (("NVIDIA RTX 9",), "a reason")
+
+
 def gather(root: Path, clock: int = 0) -> MachineFacts:
     return gather_machine(root, measure=lambda threads: 10.0 * threads, clock_state=lambda: clock)
 
@@ -82,6 +97,15 @@ def test_a_good_machine_has_nothing_to_change() -> None:
         ("swap", {"swap_bytes": (8 * GIB, GIB)}, "warning", "1.0 of 8.0 GiB", "swapoff"),
         ("swap", {"swap_bytes": (8 * GIB, GIB // 4)}, "ok", "0.2 of 8.0", ""),
         ("clock", {"clock_is_kept": False}, "warning", "nothing keeps", "timedatectl set-ntp true"),
+        ("GPU", {}, "ok", "no NVIDIA card", ""),
+        ("GPU", {"cards": ("RTX 9",)}, "ok", "RTX 9: a host here computes on it", ""),
+        (
+            "GPU",
+            {"cards": ("A", "B"), "card_problem": "no driver"},
+            "warning",
+            "A, B; not used, as no",
+            "docs/",
+        ),
         ("TCP congestion control", {"congestion": "bbr"}, "warning", "bbr", "congestion_control=cubic"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,14 @@ def test_weights_and_a_context_that_do_not_fit_are_refused_with_what_they_need()
         "experts, 512.00 MiB for the processes, 256.00 MiB of kv_memory_bytes, 512.00 MiB of KV cache for "
         "one context of 17 tokens (a smaller max_model_len, or workers on other machines, need less here)"
     )
+    for of, hint in (
+        (replace(big, available_bytes=6 * gib), "workers on other machines, needs less here"),
+        (replace(big, expert_bytes=0, available_bytes=7 * gib), "a smaller max_model_len, needs less here"),
+        (replace(big, expert_bytes=0, available_bytes=6 * gib), "the host needs a larger memory, or a GPU"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            size(of, 17 + 16 * 4)
+        assert f"({hint}" in str(caught.value)
     assert size(needs(0, weight_bytes=0), 64).cache_bytes == 4 * PAGE
     with pytest.raises(ConfigError, match=r"memory: got 39\.06 KiB available"):
         size(needs(0))

@@ -82,13 +82,38 @@ def test_examples_are_flocks(name: str) -> None:
         ({"host": {**OWN, "count": 2}}, "host.count"),
         ({"machines": {"x": {"cores": 1}}}, "machines.x.read_gb_per_s"),
         ({"machines": {"x": {"cores": 1, "read_gb_per_s": 9}}}, "machines.x"),
-        ({"cards": {}}, "nodes file.cards"),
+        ({"cards": {}}, "cards"),
+        ({"node": [OWN]}, "node"),
     ],
 )
 def test_what_is_no_flock_is_refused_by_name(change: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         flock_of({"host": OWN, "nodes": [OWN], **change})
     assert caught.value.field == field
+
+
+def test_the_file_and_what_would_do_are_named(tmp_path: Path) -> None:
+    def refusal(text: str) -> str:
+        (tmp_path / "mine.toml").write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            read_flock(tmp_path / "mine.toml")
+        return str(caught.value)
+
+    host, node = '[host]\npreset = "n100"\n', '[[nodes]]\npreset = "n100"\n'
+    assert refusal(node) == (
+        "mine.toml: host: got nothing, expected a table of fields, [host] in TOML: a preset is enough"
+    )
+    assert refusal(host) == "mine.toml: nodes: got nothing, expected a list of nodes, [[nodes]] in TOML"
+    names = [name for name, each in COMPUTERS.items() if not each.refused]
+    assert refusal(host + '[[nodes]]\npreset = "n150"\n') == (
+        f"mine.toml: nodes[0].preset: got 'n150', expected one of {', '.join(names)} "
+        "(for another computer its own figures: docs/planning.md)"
+    )
+    assert "raspberry-pi-5" not in names
+    assert refusal(host + "[[nodes]]\ncores = 4\n") == (
+        "mine.toml: nodes[0].read_gb_per_s: got nothing, expected a figure, or a preset that has it "
+        "(duckllm bench roofline, there, says it)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from rich.console import Console
 from trace_values import StepValues, make_trace
 
-from duckllm.tracing.report import RAMP, print_heat_maps, print_summary, shade
+from duckllm.tracing.report import MEANINGS, RAMP, print_heat_maps, print_summary, shade, verdict
 from duckllm.tracing.summary import PHASES, heat_maps, phases_us, summarise, waits_us
 
 # The second worker takes 300 us where the first takes 100, in layer 1; in layer 2 both take 50.
@@ -155,13 +156,32 @@ def test_tables_and_maps_for_people() -> None:
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert "0.001 s, 0.001 s of it busy: 2 steps at 2 workers, 2 of the engine, 2 new" in text
-    (row,) = [line for line in text.splitlines() if "wait: compute" in line]
+    (row,) = [line for line in text.splitlines() if line.strip().startswith("wait: compute")]
     assert row.split() == ["wait:", "compute", "0.3", "51.7%"]
+    assert "Most of it, 52%, is wait: compute: " in text
     assert "worker 1: two" in text
     assert "Slowest layers" in text
     assert "would have saved 0.1 ms of" in text
     assert max(map(len, text.splitlines())) <= 80
     assert f"|{RAMP[3] * 6}{RAMP[9] * 6}|" in text
+
+
+def test_the_largest_part_is_named_with_who_is_waited_for() -> None:
+    summary = summarise(make_trace([SLOW, EVEN], ENGINE))
+    workers = [
+        replace(worker, last_share=share) for worker, share in zip(summary.workers, (0.2, 0.8), strict=True)
+    ]
+    straggling = replace(summary, workers=tuple(workers))
+    words = verdict(straggling)
+    assert words.startswith("Most of it, 52%, is wait: compute: ")
+    assert words.endswith("Worker 1 answers last in 80% of the waits.")
+    even = [replace(worker, last_share=0.5) for worker in summary.workers]
+    assert "answers last" not in verdict(replace(summary, workers=tuple(even)))
+    busy = replace(straggling, parts_ms=summary.parts_ms | {"dispatch": summary.engine_ms})
+    assert verdict(busy).startswith("Most of it, 100%, is dispatch: ")
+    assert "answers last" not in verdict(busy)
+    assert {*summary.parts_ms} == {*MEANINGS}
+    assert verdict(replace(summary, parts_ms=dict.fromkeys(MEANINGS, 0.0))) == "No time was traced."
 
 
 def test_shades() -> None:

@@ -18,6 +18,7 @@ from duckllm.worker import read_speed as module
 from duckllm.worker import server as server_module
 from duckllm.worker.config import WorkerConfig
 from duckllm.worker.node import memory_for_experts
+from duckllm.worker.other_load import LoadMeter, OtherLoad
 from duckllm.worker.read_speed import cpu_name, kept_read_speed, measure_read_speed, read_speed
 from duckllm.worker.server import WorkerServer
 from worker_harness import (
@@ -64,8 +65,10 @@ def test_a_worker_that_is_told_nothing_measures(tmp_path: Path, monkeypatch: pyt
 
 def test_a_figure_is_kept_for_this_machine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DUCKLLM_CACHE_DIR", str(tmp_path))
-    figures = iter([12.34, 56.78])
+    figures, others = iter([3.9, 12.34, 56.78]), iter([OtherLoad(0.2, 0.1), OtherLoad(0.2, 0.0)])
     monkeypatch.setattr(module, "measure_read_speed", lambda threads: next(figures))
+    monkeypatch.setattr(LoadMeter, "read", lambda meter: next(others, OtherLoad(0.0, 0.0)))
+    assert (read_speed(2), kept_read_speed(2)[1]) == (3.9, None)  # something else ran
     assert (read_speed(2), read_speed(2)) == (12.3, 12.3)
     path, kept = kept_read_speed(2)
     assert kept == 12.3

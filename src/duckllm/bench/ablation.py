@@ -25,10 +25,11 @@ from duckllm.bench.expert_step import (
     SliceShape,
     random_rows,
 )
-from duckllm.bench.machine import LoadMeter, OtherLoad, available_memory_bytes, read_caches
+from duckllm.bench.machine import available_memory_bytes, read_caches
 from duckllm.bench.memory import U8, new_memory
 from duckllm.config import available_cores
 from duckllm.errors import ConfigError, InWords
+from duckllm.worker.other_load import LoadMeter, OtherLoad
 
 HIDDEN_SIZE = 7168
 CHANNELS = (64, 128)

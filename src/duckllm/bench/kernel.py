@@ -19,11 +19,12 @@ from duckllm.bench.ceilings import (
     fma_ceilings,
 )
 from duckllm.bench.expert_step import MOST_STEPS, ExpertStep, RandomExperts, SliceShape, gb_per_s
-from duckllm.bench.machine import Caches, LoadMeter, OtherLoad, available_memory_bytes, read_caches
+from duckllm.bench.machine import Caches, available_memory_bytes, read_caches
 from duckllm.bench.memory import U8
 from duckllm.config import LOSSLESS_FORMATS, PREFILLS, available_cores
 from duckllm.errors import ConfigError, InWords
 from duckllm.prefill import check_prefill
+from duckllm.worker.other_load import LoadMeter, OtherLoad
 
 SHAPES = {
     "deepseek-32": SliceShape("DeepSeek-V3.2 cut 32 ways", 7168, 4),

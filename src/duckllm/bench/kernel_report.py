@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from duckllm.bench.kernel import SAME, SHAPES, KernelLine, KernelRun, derived
-from duckllm.bench.machine import OtherLoad, commit, cpu_name
+from duckllm.bench.machine import commit, cpu_name
 from duckllm.bench.points import Point
 from duckllm.bench.roofline import QUIET_CORES
 from duckllm.config import available_cores, threads_in_words
+from duckllm.worker.other_load import OtherLoad
 
 HEADINGS = (
     "format", "K", "T", "ids", "us", "Gparam/s", "GB/s", "read", "share", "best", "GFLOP/s", "FMA",

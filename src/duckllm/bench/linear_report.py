@@ -19,8 +19,9 @@ from duckllm.bench.ceilings import default_size_bytes
 from duckllm.bench.kernel import KernelConfig
 from duckllm.bench.kernel_report import alone_notes
 from duckllm.bench.linear import FORMATS, MODELS, LinearResult, LinearShape, linear_results
-from duckllm.bench.machine import LoadMeter, OtherLoad, available_memory_bytes, commit, cpu_name, read_caches
+from duckllm.bench.machine import available_memory_bytes, commit, cpu_name, read_caches
 from duckllm.config import available_cores, threads_in_words
+from duckllm.worker.other_load import LoadMeter, OtherLoad
 
 LINEAR_ROWS = (1, 8)
 

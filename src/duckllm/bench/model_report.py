@@ -58,7 +58,7 @@ def print_run(run: GridRun, console: Console) -> None:
     for title, shown in (("", speed_table(run)), ("Times, milliseconds", times_table(run))):
         rich = RichTable(box=SIMPLE, title=title or None, title_justify="left", padding=(0, 0, 0, 1))
         for heading in shown.headings:
-            rich.add_column(heading, justify="right")
+            rich.add_column(heading, justify="right", overflow="fold")
         for row in shown.rows:
             rich.add_row(*row)
         console.print(rich)

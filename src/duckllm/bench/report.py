@@ -33,8 +33,31 @@ def print_roofline(roofline: Roofline, console: Console) -> None:
     console.print(memory_table(roofline.ceilings))
     console.print(compute_table(roofline.ceilings))
     console.print(points_table(roofline.points))
+    figures = nodes_file_figures(roofline.ceilings)
+    if figures:
+        console.print("For a file of nodes (duckllm plan --nodes, docs/planning.md):")
+        console.print(figures + "\n")
     for caveat in CAVEATS:
         console.print(f"- {caveat}")
+
+
+def nodes_file_figures(ceilings: Sequence[Ceiling]) -> str:
+    """What a file of nodes says of this machine, of all threads that were measured; empty if not enough was.
+
+    The read is that from memory, with huge pages or without, whichever is faster, as weights are.
+    """
+    threads = max((each.threads for each in ceilings), default=0)
+    mine = [each for each in ceilings if each.threads == threads]
+    reads = [each for each in mine if (each.operation, each.state) == ("read", "cold")]
+    fmas = [each for each in mine if each.operation == "fma"]
+    if not reads or not fmas:
+        return ""
+    best = max(fmas, key=lambda each: each.rate.median)
+    return (
+        f'    cores = {threads}\n    isa = "{best.isa}"\n'
+        f"    read_gb_per_s = {max(each.rate.median for each in reads):.1f}\n"
+        f"    gflop_per_s = {best.rate.median:.0f}"
+    )
 
 
 def memory_table(ceilings: Sequence[Ceiling]) -> Table:

@@ -19,18 +19,11 @@ from duckllm.bench.ceilings import (
     fma_ceilings,
     memory_ceilings,
 )
-from duckllm.bench.machine import (
-    Caches,
-    LoadMeter,
-    OtherLoad,
-    available_memory_bytes,
-    commit,
-    cpu_name,
-    read_caches,
-)
+from duckllm.bench.machine import Caches, available_memory_bytes, commit, cpu_name, read_caches
 from duckllm.bench.points import DEEPSEEK_CUT_32_WAYS, Placed, expert_points
 from duckllm.config import available_cores
 from duckllm.errors import ConfigError, InWords
+from duckllm.worker.other_load import LoadMeter, OtherLoad
 
 HUGE_PAGES = {"both": (True, False), "on": (True,), "off": (False,)}
 MOST_REPEATS = 10_000

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -46,8 +47,13 @@ class LoadResult:
 
     @property
     def errors(self) -> dict[str, int]:
-        """How many failed in each way, most first."""
-        counts = Counter(outcome.error for outcome in self.outcomes if outcome.error)
+        """How many failed in each way, most first; messages that differ in numbers alone are one way."""
+        first: dict[str, str] = {}
+        counts = Counter(
+            first.setdefault(re.sub(r"(?<!HTTP )\b\d+", "0", outcome.error), outcome.error)
+            for outcome in self.outcomes
+            if outcome.error
+        )
         return dict(counts.most_common())
 
     @property

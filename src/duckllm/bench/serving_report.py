@@ -32,6 +32,7 @@ CAVEATS = (
     "ceiling is not seen from here: duckllm bench decode measures it.",
 )
 _MOST_ERRORS = 8
+CAVEATS_ARE_IN = "what each figure is, and what it does not say: docs/benchmarks.md, or the report of --html"
 _TIMES = {
     "first": "first token",
     "first_after_sending": "after sending",
@@ -42,18 +43,19 @@ _TIMES = {
 
 
 def print_serving(run: ServingRun, console: Console) -> None:
-    """The server, a table of throughput, one of times for each load, errors, and the caveats."""
+    """The server, a table of throughput, one of times for each load, and errors."""
     console.print(headline(run))
     tables = [("", throughput_table(run))]
     tables += [(f"{result.load}, ms", times_table([result])) for result in run.results]
     for title, shown in tables:
         rich = RichTable(box=SIMPLE, title=title or None, title_justify="left", padding=(0, 0, 0, 1))
         for heading in shown.headings:
-            rich.add_column(heading, justify="left" if heading in ("load", "time") else "right")
+            left = heading in ("load", "time")
+            rich.add_column(heading, justify="left" if left else "right", overflow="fold", no_wrap=left)
         for row in shown.rows:
             rich.add_row(*row)
         console.print(rich)
-    for line in (*length_words(run), *error_words(run), *run.notes, *CAVEATS):
+    for line in (*length_words(run), *error_words(run), *run.notes, CAVEATS_ARE_IN):
         console.print(f"- {line}")
 
 
@@ -97,6 +99,8 @@ def length_words(run: ServingRun) -> list[str]:
     """How long prompts and replies were, a sentence for each load."""
     words = []
     for result in run.results:
+        if not result.answered:
+            continue
         found = result.to_json()
         figures = [found[name] for name in ("prompt_tokens", "reply_tokens", "pieces_per_reply")]
         prompt, reply, pieces = ("?" if each is None else f"{each:g}" for each in figures)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from duckllm.cli.terminal import printable, wrapped
 from duckllm.cluster.address import parse_address
-from duckllm.config import SHARES, show_size
+from duckllm.config import SHARES, count_of, show_size
 from duckllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -144,12 +144,6 @@ def describe_links(info: ClusterInfo) -> str:
             "(duckllm doctor there says why)"
         )
     return "; ".join(words)
-
-
-def count_of(count: int, what: str) -> str:
-    """``"1 reply"``, ``"2 replies"``."""
-    plural = what[:-1] + "ies" if what.endswith("y") else what + "s"
-    return f"{count} {what if count == 1 else plural}"
 
 
 def describe_workers(info: ClusterInfo) -> str:

@@ -77,6 +77,8 @@ Examples:
   duckllm plan /checkpoints/Qwen3-30B-A3B
   duckllm plan /models/mine --workers 8 --memory 16
   duckllm plan /models/mine --memory 16,16,32 --max-model-len 32768
+  duckllm plan Qwen/Qwen3-30B-A3B --nodes examples/flocks/three-pcs.toml
+  duckllm plan --measure --workers 2
 """
 
 _WORKER_EXAMPLES = """\b
@@ -104,7 +106,7 @@ app.command("doctor", short_help=_DOCTOR, epilog=doctor_verb.EXAMPLES)(doctor_ve
 _TRACE = "Say where the time of a traced run went, with heat maps."
 app.command("trace", short_help=_TRACE, epilog=trace_verb.EXAMPLES)(trace_verb.trace)
 app.command("worker", epilog=_WORKER_EXAMPLES)(worker)
-app.add_typer(bench, short_help="Measure what this machine can do, and its kernels.")
+app.add_typer(bench, short_help="Measure a machine, kernels, a model, a server.")
 
 
 def main() -> NoReturn:

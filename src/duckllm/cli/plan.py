@@ -220,6 +220,14 @@ def plan(
     options["device"] = card or choose_device(
         device, lambda on: plan_host_part(found, **host_options, device=on).memory
     )
+
+    def holds(card: Device) -> bool:
+        try:
+            plan_host_part(found, **host_options, device=card)
+        except ConfigError:
+            return False
+        return True
+
     if measure:
         asks.measure(model, found, chosen, asked)
         if nodes is None:
@@ -234,10 +242,11 @@ def plan(
         placed = _make_nodes(found, count, facts, options)
     made = plan_on(found, placed, **options, host_gb_per_s=host_speed, shares=parse_shares(shares))
     shown = facts_of(str(found.folder), made)
-    predicted = asks.forecast(found, made, parse_shares(shares)) if made.fits else None
+    predicted = asks.forecast(found, made, parse_shares(shares), holds) if made.fits else None
     if predicted is not None:
         shown["forecast"] = predicted.to_json()
-    print(json.dumps(shown) if as_json else printable(describe(shown, made)))
+    titled = shown | {"model": model or "the demo model"}
+    print(json.dumps(shown) if as_json else printable(describe(titled, made)))
     if predicted is not None and not as_json:
         from duckllm.forecast.report import describe_forecast
 

@@ -5,7 +5,7 @@ Called by cli/plan.py; the arithmetic is in :mod:`duckllm.forecast`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from duckllm.errors import ConfigError
 if TYPE_CHECKING:
     from duckllm.device import Device
     from duckllm.forecast.coefficients import Coefficients
-    from duckllm.forecast.flock import Flock
+    from duckllm.forecast.flock import Card, Flock
     from duckllm.forecast.load import ModelLoad
     from duckllm.forecast.report import Forecast
     from duckllm.models.inspection import Inspection
@@ -123,6 +123,13 @@ class Forecasting:
         count = 2 if workers is None else workers
         if not isinstance(count, int) or not 1 <= count <= _MOST_WORKERS_HERE:
             raise ConfigError("workers", count, f"a number from 1 to {_MOST_WORKERS_HERE} with --measure")
+        if not _has_weights(found):
+            raise ConfigError(
+                "measure",
+                str(model),
+                "a model with its weights: it is run",
+                "--nodes needs a config.json alone",
+            )
         load = self._load(found, on_card=False)
         options: dict[str, Any] = {"host_threads": 1, "threads_per_worker": 1, "device": "cpu"}
         options |= {"draft": "off", "lanes": "off"}
@@ -133,7 +140,8 @@ class Forecasting:
             probes = Probes(load, llm, (weight_format,), small, long_context=context)
             here, self._coefficients = measured(probes, _ROUNDS)
         if self.flock is None:
-            self.flock = replace(here, nodes=here.nodes * count)
+            nodes = (replace(here.nodes[0], name=f"{here.nodes[0].name} {each + 1}") for each in range(count))
+            self.flock = replace(here, nodes=tuple(nodes))
 
     def _load(self, found: Inspection, *, on_card: bool) -> ModelLoad:
         from duckllm.forecast.load import model_load
@@ -142,9 +150,19 @@ class Forecasting:
         return model_load(found, load_config(found.folder), on_card=on_card)
 
     def forecast(
-        self, found: Inspection, made: ClusterPlan, shares: str | Sequence[float]
+        self,
+        found: Inspection,
+        made: ClusterPlan,
+        shares: str | Sequence[float],
+        holds: Callable[[Device], bool],
     ) -> Forecast | None:
         """What the flock would do with the model; None where none is asked for.
+
+        Args:
+            found: The model.
+            made: Its slices.
+            shares: How they are shared out.
+            holds: Whether a card would hold the host's part.
 
         Raises:
             ConfigError: The context is longer than the model's, or it has no layer that guesses.
@@ -174,8 +192,31 @@ class Forecasting:
         )
         coefficients = self._coefficients or (ON_CARD if on_card else ON_CPU)
         return forecast(
-            load, self.flock, made.sizes, coefficients, setting, batches=self._batches, shares=shares
+            load,
+            self.flock,
+            made.sizes,
+            coefficients,
+            setting,
+            batches=self._batches,
+            shares=shares,
+            on_card=None if on_card or self._coefficients else self._card_for(found, holds),
         )
+
+    def _card_for(self, found: Inspection, holds: Callable[[Device], bool]) -> tuple[Card, ModelLoad] | None:
+        """The slowest card known that holds the host's part, and the model's load there."""
+        from duckllm.engine.cache_size import card_of
+        from duckllm.forecast.flock import GIB, Card
+        from duckllm.forecast.presets import CARDS
+
+        for name, each in sorted(CARDS.items(), key=lambda item: (item[1].gb_per_s, item[1].vram_gib)):
+            if holds(card_of(int(each.vram_gib * GIB))):
+                return Card(name, each.vram_gib, each.gb_per_s), self._load(found, on_card=True)
+        return None
+
+
+def _has_weights(found: Inspection) -> bool:
+    """Whether its folder has weights too."""
+    return any(found.folder.glob("*.safetensors")) or found.weight_format is not None
 
 
 def _parse_batches(text: str) -> tuple[int, ...]:

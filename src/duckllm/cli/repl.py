@@ -17,7 +17,6 @@ from duckllm.cli.common import (
     EMPTY_REPLY,
     ChatConversation,
     ChatModel,
-    count_of,
     describe_ending,
     describe_facts,
     describe_stats,
@@ -25,6 +24,7 @@ from duckllm.cli.common import (
     tell,
 )
 from duckllm.cli.terminal import ReplyWriter, keys_unseen, wrapped
+from duckllm.config import count_of
 from duckllm.errors import ClusterError, PromptTooLongError, RequestError, WorkerLostError
 
 if TYPE_CHECKING:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 _DEFAULT_WIDTH = 80
 _TAB = 8
+# Columns of tables in a file or a pipe.
+TABLE_WIDTH = 120
 
 
 def printable(text: str) -> str:
@@ -36,7 +38,8 @@ def plain_title(text: str) -> str:
 def table_console() -> Console:
     """Where verbs print tables: rich's, which passes on what a terminal would obey, without that.
 
-    Names in a trace, a server's words and names of files may hold anything.
+    Names in a trace, a server's words and names of files may hold anything. In a file or a pipe it is wide
+    enough to cut no table.
     """
     from rich.console import Console
     from rich.text import Text
@@ -45,7 +48,10 @@ def table_console() -> Console:
         def render_str(self, text: str, **options: Any) -> Text:
             return super().render_str(printable(text), **options)
 
-    return Plain(soft_wrap=False, highlight=False, markup=False)
+    console = Plain(soft_wrap=False, highlight=False, markup=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = TABLE_WIDTH
+    return console
 
 
 class WordWrap:

@@ -39,8 +39,9 @@ def trace(
 ) -> None:
     """Say where the time of a traced run went, and draw heat maps: layer by worker, and layer by expert.
 
-    Traces are written by --trace of chat and serve, and by LLM(trace=...). They also open in
-    https://ui.perfetto.dev, where each worker has a track for each lane.
+    Traces are written by --trace of chat, serve, bench decode and bench prefill, and by LLM(trace=...). They
+    also open in https://ui.perfetto.dev, where each worker has a track for each lane. docs/tracing.md says
+    what each part and column is.
     """
     from duckllm.tracing.plot import check_plot, write_plot
     from duckllm.tracing.read import read_trace

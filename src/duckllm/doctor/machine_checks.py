@@ -166,9 +166,20 @@ def congestion_finding(where: str, congestion: str) -> Finding:
     return Finding(where, check, OK, congestion)
 
 
+def check_cards(facts: MachineFacts) -> Finding:
+    """Whether a host here would compute on a GPU."""
+    if not facts.cards:
+        return Finding(HERE, "GPU", OK, "no NVIDIA card: a host here computes on its CPU")
+    found = ", ".join(facts.cards)
+    if facts.card_problem:
+        advice = "docs/operations.md, A host with a GPU; a node that only computes experts needs none"
+        return Finding(HERE, "GPU", WARNING, f"{found}; not used, as {facts.card_problem}", advice)
+    return Finding(HERE, "GPU", OK, f"{found}: a host here computes on it where the model fits")
+
+
 CHECKS: tuple[Callable[[MachineFacts], Finding | None], ...] = (
     *(check_cpu, check_cores, check_memory, check_read_speed, check_kept_speed, check_huge_pages),
-    *(check_reserved_pages, check_governors, check_swap, check_clock, check_congestion),
+    *(check_reserved_pages, check_governors, check_swap, check_clock, check_congestion, check_cards),
 )
 
 

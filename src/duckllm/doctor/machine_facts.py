@@ -5,6 +5,7 @@ Every file may be missing, unreadable or odd: the fact is then unknown, with the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import TypeVar
 
 from duckllm import _native
 from duckllm.config import available_cores
+from duckllm.device import card_problem
 from duckllm.doctor.finding import Unknown
 from duckllm.errors import ConfigError, WeightFormatError
 from duckllm.prefill import select_isa
@@ -22,6 +24,8 @@ from duckllm.worker.read_speed import cpu_name, kept_read_speed, measure_read_sp
 T = TypeVar("T")
 # Bytes of struct timex of any architecture; what adjtimex returns while the clock is not kept right.
 _TIMEX_BYTES, _TIME_ERROR = 512, 5
+# PCI: the vendor, and how classes of displays and of accelerators for them begin.
+_NVIDIA, _DISPLAY = "0x10de", "0x03"
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class MachineFacts:
         swap_bytes: Swap in all, and what of it is used.
         clock_is_kept: Whether something keeps the clock right.
         congestion: TCP's congestion control.
+        cards: NVIDIA's GPUs that the kernel shows, by name.
+        card_problem: Why they cannot compute the host's part; empty where one can, or there is none.
     """
 
     cpu: str
@@ -63,6 +69,8 @@ class MachineFacts:
     swap_bytes: tuple[int, int] | Unknown
     clock_is_kept: bool | Unknown
     congestion: str | Unknown
+    cards: tuple[str, ...] = ()
+    card_problem: str = ""
 
 
 def gather_machine(
@@ -70,6 +78,7 @@ def gather_machine(
     *,
     measure: Callable[[int], float] = measure_read_speed,
     clock_state: Callable[[], int] | None = None,
+    find_problem: Callable[[], str] | None = None,
 ) -> MachineFacts:
     """The facts of this machine.
 
@@ -77,9 +86,11 @@ def gather_machine(
         root: Where ``proc`` and ``sys`` are.
         measure: Measures what so many threads read, GB/s.
         clock_state: As adjtimex returns it; None asks the kernel.
+        find_problem: Says why a card cannot compute; None asks CUDA.
     """
     cores = available_cores()
     memory = _meminfo(root)
+    cards = _cards(root)
     return MachineFacts(
         cpu=cpu_name(root / "proc/cpuinfo"),
         isas=tuple(_native.available_isas()),
@@ -97,7 +108,27 @@ def gather_machine(
         swap_bytes=_swap(memory),
         clock_is_kept=_or_unknown(lambda: (clock_state or _ask_clock)() != _TIME_ERROR),
         congestion=_or_unknown(lambda: _read(root, "proc/sys/net/ipv4/tcp_congestion_control")),
+        cards=cards,
+        card_problem=(find_problem or card_problem)() if cards else "",
     )
+
+
+def _cards(root: Path) -> tuple[str, ...]:
+    """GPUs of NVIDIA: by name where its driver is loaded, else those that PCI shows."""
+    names = []
+    for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
+        for line in path.read_text(errors="replace").splitlines():
+            if line.startswith("Model:"):
+                names.append(line.partition(":")[2].strip())
+    if names:
+        return tuple(names)
+    found = 0
+    for device in (root / "sys/bus/pci/devices").glob("*"):
+        with contextlib.suppress(OSError):
+            vendor = (device / "vendor").read_text().strip()
+            kind = (device / "class").read_text().strip()
+            found += vendor == _NVIDIA and kind.startswith(_DISPLAY)
+    return ("an NVIDIA GPU",) * found
 
 
 def _or_unknown(find: Callable[[], T]) -> T | Unknown:

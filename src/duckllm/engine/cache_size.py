@@ -338,12 +338,23 @@ def _too_little_memory(needs: HostNeeds, cache_bytes: int, what_cache: str) -> C
         (needs.tier_bytes, "of kv_memory_bytes"),
         (cache_bytes, what_cache),
     )
-    smaller = "kv_memory_bytes" if needs.device.is_cuda else _smaller(what_cache)
+    smaller, fixed_bytes = _smaller(what_cache), needs.cpu_bytes
+    if needs.device.is_cuda:
+        smaller, fixed_bytes = "kv_memory_bytes", needs.cpu_bytes - needs.tier_bytes
+    helps = []  # what of it can help at all
+    if fixed_bytes - needs.expert_bytes < needs.available_bytes:
+        helps.append(f"a smaller {smaller}")
+    if needs.expert_bytes:
+        helps.append("workers on other machines")
+    if helps:
+        hint = f"{', or '.join(helps)}, {'needs' if len(helps) == 1 else 'need'} less here"
+    else:
+        hint = "the host needs a larger memory" + ("" if needs.device.is_cuda else ", or a GPU for its part")
     return ConfigError(
         "memory",
         InWords(f"{show_size(needs.available_bytes)} available"),
         f"at least {show_size(needs.cpu_bytes + cache_bytes, up=True)}: {_told(parts)}",
-        f"a smaller {smaller}, or workers on other machines, need less here",
+        hint,
     )
 
 

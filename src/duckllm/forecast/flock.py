@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from duckllm.config import MAX_WORKERS
-from duckllm.errors import ConfigError
+from duckllm.errors import ConfigError, InWords
 from duckllm.forecast.presets import CARDS, COMPUTERS
 
 GIB = 1 << 30
@@ -24,6 +24,7 @@ _MOST = 1e6
 _NUMBERS = ("read_gb_per_s", "gflop_per_s", "memory_gib", "link_gbit_per_s")
 _OF_COMPUTER = ("preset", "name", "cores", "isa", "round_trip_us", "machine", *_NUMBERS)
 _NEEDED = ("cores", *_NUMBERS)
+_MEASURED = ("cores", "read_gb_per_s", "gflop_per_s")
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,12 @@ def read_flock(path: Path) -> Flock:
         text = data.decode()
         found = json.loads(text, object_pairs_hook=_once) if path.suffix == ".json" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError("nodes", str(path), f"TOML, or JSON in a file that ends so ({error})") from None
-    return flock_of(found)
+        expected = f"{'JSON' if path.suffix == '.json' else 'TOML, or JSON where its name ends in .json'}"
+        raise ConfigError("nodes", str(path), f"{expected} ({error})") from None
+    try:
+        return flock_of(found)
+    except ConfigError as error:
+        raise ConfigError(f"{path.name}: {error.field}", error.got, error.expected, error.hint) from None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -140,7 +145,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def flock_of(found: Any) -> Flock:
     """The flock of a parsed file; see :func:`read_flock`."""
-    table = _table("nodes file", found, ("host", "nodes", "machines"))
+    table = _table("", found, ("host", "nodes", "machines"))
+    if "host" not in table:
+        raise ConfigError("host", InWords("nothing"), "a table of fields, [host] in TOML: a preset is enough")
     machines = {
         name: _machine(f"machines.{name}", each)
         for name, each in _table("machines", table.get("machines", {}), None).items()
@@ -150,7 +157,8 @@ def flock_of(found: Any) -> Flock:
     host = _computer("host", host_table, machines)
     rows = table.get("nodes")
     if not isinstance(rows, list) or not rows:
-        raise ConfigError("nodes", rows, "a list of nodes, [[nodes]] in TOML")
+        got = InWords("nothing") if rows is None else rows
+        raise ConfigError("nodes", got, "a list of nodes, [[nodes]] in TOML")
     nodes: list[Computer] = []
     for number, row in enumerate(rows):
         where = f"nodes[{number}]"
@@ -178,7 +186,8 @@ def _table(where: str, found: Any, known: tuple[str, ...] | None) -> Mapping[str
         raise ConfigError(where, found, "a table of fields")
     for key in found:
         if known is not None and key not in known:
-            raise ConfigError(f"{where}.{key}", found[key], f"one of the fields {', '.join(known)}")
+            field = f"{where}.{key}" if where else key
+            raise ConfigError(field, found[key], f"one of the fields {', '.join(known)}")
     return found
 
 
@@ -214,7 +223,9 @@ def _computer(where: str, table: Mapping[str, Any], machines: Mapping[str, Machi
     if preset is not None:
         known = COMPUTERS.get(preset) if isinstance(preset, str) else None
         if known is None:
-            raise ConfigError(f"{where}.preset", preset, f"one of {', '.join(COMPUTERS)}")
+            names = ", ".join(name for name, each in COMPUTERS.items() if not each.refused)
+            hint = "for another computer its own figures: docs/planning.md"
+            raise ConfigError(f"{where}.preset", preset, f"one of {names}", hint)
         if known.refused:
             raise ConfigError(f"{where}.preset", preset, "a computer that duckllm runs on", known.refused)
         values = {name: getattr(known, name) for name in (*_NEEDED, "isa")}
@@ -225,7 +236,10 @@ def _computer(where: str, table: Mapping[str, Any], machines: Mapping[str, Machi
         values["cores"] = _cores(f"{where}.cores", table["cores"])
     missing = [name for name in _NEEDED if name not in values]
     if missing:
-        raise ConfigError(f"{where}.{missing[0]}", "nothing", "a figure, or a preset that has it")
+        hint = "duckllm bench roofline, there, says it" if missing[0] in _MEASURED else ""
+        raise ConfigError(
+            f"{where}.{missing[0]}", InWords("nothing"), "a figure, or a preset that has it", hint
+        )
     isa = table.get("isa", values.get("isa", "avx2"))
     if isa not in ISAS:
         raise ConfigError(f"{where}.isa", isa, f"one of {', '.join(ISAS)}")

@@ -11,7 +11,7 @@ from typing import Any
 
 from duckllm.errors import ConfigError
 from duckllm.forecast.coefficients import Coefficients
-from duckllm.forecast.flock import GIB, Flock
+from duckllm.forecast.flock import GIB, Card, Flock
 from duckllm.forecast.load import ModelLoad
 from duckllm.forecast.step import PARTS, Prediction, Setting, predict
 from duckllm.forecast.what_if import WhatIf, what_ifs
@@ -99,6 +99,7 @@ def forecast(
     *,
     batches: Sequence[int] = BATCHES,
     shares: str | Sequence[float] = "auto",
+    on_card: tuple[Card, ModelLoad] | None = None,
 ) -> Forecast:
     """What the flock would do with this model.
 
@@ -110,6 +111,7 @@ def forecast(
         setting: What is asked, for one request; with guesses where they are to be counted.
         batches: Requests together.
         shares: How slices are shared out, as in :class:`duckllm.config.ClusterConfig`.
+        on_card: A card that would hold the part of a host that has none, and the model's load there.
 
     Raises:
         ConfigError: Slices cannot be shared out so.
@@ -135,7 +137,8 @@ def forecast(
         made = (predict(load, flock, stripes, coefficients, replace(asked, batch=each)) for each in batches)
         rows.append((way, tuple(made)))
     base = max((predictions[0] for _, predictions in rows), key=lambda each: each.tokens_per_s)
-    return Forecast(coefficients, tuple(rows), base, what_ifs(load, flock, coefficients, base, place))
+    changes = what_ifs(load, flock, coefficients, base, place, on_card)
+    return Forecast(coefficients, tuple(rows), base, changes)
 
 
 def _ways(setting: Setting) -> list[tuple[str, Setting]]:
@@ -159,6 +162,8 @@ def describe_forecast(made: Forecast) -> str:
     ]
     for way, predictions in made.rows:
         lines.append(f"{way:<{width}}" + "".join(f"{each.tokens_per_s:>9.1f}" for each in predictions))
+    lines.append("lanes: the host computes one half of a step while the nodes compute the other; a run takes")
+    lines.append("what it measures to be faster")
     lines += ["", f"a step of {_words(made)}", f"{'part':<{width}}{'ms':>9}{'share':>9}"]
     for name in PARTS:
         part_us = made.base.parts_us[name]
@@ -166,7 +171,7 @@ def describe_forecast(made: Forecast) -> str:
             lines.append(f"{name:<{width}}{part_us / 1e3:>9.2f}{100 * part_us / made.base.step_us:>7.0f} %")
     lines += [
         f"{'together':<{width}}{made.base.step_us / 1e3:>9.2f}",
-        f"the bottleneck: {made.base.bottleneck}",
+        f"the bottleneck: {made.base.bottleneck} (docs/planning.md says what each part is)",
         "",
         f"{'what if':<{width}}{'tok/s':>9}{'times':>9}",
     ]

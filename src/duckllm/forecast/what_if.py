@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from duckllm.forecast.coefficients import Coefficients
+from duckllm.forecast.coefficients import ON_CARD, Coefficients
 from duckllm.forecast.flock import Card, Flock
 from duckllm.forecast.load import ModelLoad
 from duckllm.forecast.step import Prediction, Setting, is_away, predict
@@ -35,7 +35,12 @@ class WhatIf:
 
 
 def what_ifs(
-    load: ModelLoad, flock: Flock, coefficients: Coefficients, base: Prediction, place: Place
+    load: ModelLoad,
+    flock: Flock,
+    coefficients: Coefficients,
+    base: Prediction,
+    place: Place,
+    on_card: tuple[Card, ModelLoad] | None = None,
 ) -> tuple[WhatIf, ...]:
     """Every change that makes a difference to this flock, in a fixed order.
 
@@ -45,6 +50,7 @@ def what_ifs(
         coefficients: The software.
         base: What it is held against.
         place: Shares slices out.
+        on_card: A card that would hold the host's part, which a CPU computes, and the model's load there.
     """
     setting = base.setting
     changes: list[tuple[str, Flock, Setting]] = []
@@ -75,6 +81,13 @@ def what_ifs(
             continue
         made = predict(load, changed, stripes, coefficients, asked)
         found.append(WhatIf(words, made, made.tokens_per_s / base.tokens_per_s))
+    if on_card is not None:
+        card, its_load = on_card
+        stripes = place(flock, setting.weight_format)
+        if stripes is not None:
+            made = predict(its_load, replace(flock, card=card), stripes, ON_CARD, setting)
+            words = f"a card in the host: {card.name}"
+            found.append(WhatIf(words, made, made.tokens_per_s / base.tokens_per_s))
     return tuple(found)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from duckllm.config import count_of
 from duckllm.simulate.flock import SimulatedFlock, Submitted, simulated_flock
 from duckllm.simulate.nodes import ExpertLayers, HostCost, Node, step_us
 
@@ -235,7 +236,9 @@ def measure(
             model, nodes, max_step_tokens=max(tokens), host_gbit_per_s=host_gbit_per_s
         ) as flock:
             for num_tokens in tokens:
-                progress(f"{num_workers} workers, {num_tokens} rows", len(points), total)
+                progress(
+                    f"{count_of(num_workers, 'worker')}, {count_of(num_tokens, 'row')}", len(points), total
+                )
                 points.append(measure_point(flock, nodes, num_tokens, num_steps, host_gbit_per_s))
                 if layer_us > 0 and num_tokens >= 2:
                     one, two = (

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from duckllm.config import count_of
 from duckllm.simulate.measure import PARTS, Bend, Layers, Point
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def print_points(
         for each in layers:
             if each.num_tokens == bend.num_tokens:
                 console.print(
-                    f"{each.num_workers} workers: a layer in {each.one_us:.0f} us, with lanes in "
+                    f"{count_of(each.num_workers, 'worker')}: a layer in {each.one_us:.0f} us, with lanes in "
                     f"{each.lanes_us:.0f}"
                 )
 
@@ -51,8 +52,8 @@ def print_points(
 def describe_bend(bend: Bend) -> str:
     """Where a step gets no faster, in words."""
     return (
-        f"{_rows(bend.num_tokens)}: fastest with {bend.host_workers} workers, {bend.host_us:.0f} us; "
-        f"nodes and links alone with {bend.flock_workers}, {bend.flock_us:.0f} us"
+        f"{_rows(bend.num_tokens)}: fastest with {count_of(bend.host_workers, 'worker')}, "
+        f"{bend.host_us:.0f} us; nodes and links alone with {bend.flock_workers}, {bend.flock_us:.0f} us"
     )
 
 
@@ -106,4 +107,4 @@ def draw(title: str, points: Sequence[Point], bends: Sequence[Bend]) -> Figure:
 
 
 def _rows(count: int) -> str:
-    return "1 row" if count == 1 else f"{count} rows"
+    return count_of(count, "row")

@@ -9,17 +9,31 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from duckllm.config import count_of
 from duckllm.tracing.read import F64
 from duckllm.tracing.summary import HeatMaps, Summary
 
 RAMP = " .:-=+*#%@"  # any terminal, any encoding
 _LABEL_WIDTH = 10
 _MOST_NAMES = 16
+# So many times its share of the waits one worker must answer last to be named.
+_STRAGGLES = 1.5
+MEANINGS = {
+    "host computes": "attention, dense layers, logits. A faster host, or a GPU for its part, shortens it.",
+    "dispatch": "the router, and handing requests to the network. The host's cores are busy, its port is "
+    "full, or there are many workers.",
+    "combine": "adding up answers. It grows with workers and rows.",
+    "wait: queue": "a worker still has an earlier step, of the other lane: faster workers, or --lanes off.",
+    "wait: wire": "requests are on their way, or a worker wakes up. A faster link, or fewer processes there.",
+    "wait: compute": "experts are computed: the workers' memory. More or faster workers.",
+    "wait: reply": "answers are on their way. A faster link at the host, or fewer processes on its cores.",
+    "wait: not known": "the trace lacks these steps' moments.",
+}
 
 
 def print_summary(summary: Summary, console: Console, num_layers: int) -> None:
     """Where the time went: by part, by lane, by worker, by layer, and what was unusual."""
-    steps = f"{summary.num_steps} steps at {len(summary.workers)} workers"
+    steps = f"{summary.num_steps} steps at {count_of(len(summary.workers), 'worker')}"
     tokens = f"{summary.num_engine_steps} of the engine, {summary.num_new_tokens} new tokens"
     console.print(
         f"{summary.span_ms / 1000:.3f} s, {summary.engine_ms / 1000:.3f} s of it busy: {steps}, {tokens}"
@@ -27,8 +41,9 @@ def print_summary(summary: Summary, console: Console, num_layers: int) -> None:
     if summary.num_dropped:
         console.print(f"{summary.num_dropped} steps are missing: more came at once than there was room for.")
     if summary.num_replaced:
-        console.print(f"{summary.num_replaced} times a worker came in another's place.")
+        console.print(f"{count_of(summary.num_replaced, 'time')} a worker came in another's place.")
     console.print(_parts(summary))
+    console.print(verdict(summary))
     if summary.lanes:
         console.print(_lanes(summary))
     if not summary.workers:
@@ -47,6 +62,19 @@ def print_summary(summary: Summary, console: Console, num_layers: int) -> None:
     )
     if any(worker.num_late for worker in summary.workers):
         console.print(_late(summary))
+
+
+def verdict(summary: Summary) -> str:
+    """The part that took most of the host's time, and what helps, in a sentence."""
+    part, ms = max(summary.parts_ms.items(), key=lambda each: each[1])
+    if not ms or not summary.engine_ms:
+        return "No time was traced."
+    words = f"Most of it, {ms / summary.engine_ms:.0%}, is {part}: {MEANINGS[part]}"
+    last = [worker.last_share for worker in summary.workers]
+    if part.startswith("wait: ") and len(last) > 1 and max(last) >= _STRAGGLES / len(last):
+        slowest = last.index(max(last))
+        words += f" Worker {slowest} answers last in {last[slowest]:.0%} of the waits."
+    return words
 
 
 def print_heat_maps(maps: HeatMaps, console: Console) -> None:
@@ -91,7 +119,8 @@ def _print_map(
 ) -> None:
     least, most = 0.0, float(np.nanmax(values)) if not np.isnan(values).all() else 0.0
     known = values[~np.isnan(values)]
-    console.print(f"\n{title}: 0 to {most:.4g} {unit}, mean {known.mean() if known.size else 0:.4g}")
+    mean = known.mean() if known.size else 0
+    console.print(f"\n{title}: 0 (blank) to {most:.4g} {unit} ({RAMP[-1]}), mean {mean:.4g}")
     for layer, line in zip(layers, shade(values, least, most, width), strict=True):
         console.print(f"  {layer:>6} |{line}|")
 

@@ -116,7 +116,8 @@ class HubModel:
         from huggingface_hub import constants, errors
 
         absent = f"neither a folder nor in the Hugging Face cache, {constants.HF_HUB_CACHE}"
-        fetch = f"fetch it where there is a network: hf download {self.repo_id}"
+        config_alone = " config.json" if tuple(files) == ("config.json",) else ""
+        fetch = f"fetch it where there is a network: hf download {self.repo_id}{config_alone}"
         if constants.HF_HUB_OFFLINE:
             raise ModelNotFoundError(f"{self}: {absent}, and HF_HUB_OFFLINE is set; {fetch}")
         try:

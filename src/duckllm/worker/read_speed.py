@@ -1,4 +1,4 @@
-"""How many bytes a second this machine reads from memory: measured once, and kept in the user's cache.
+"""How many bytes a second this machine reads from memory: measured once, alone, and kept in the cache.
 
 Called when a worker starts and by ``duckllm doctor``; imports no torch. The loops and their clock are native
 (csrc/bench); ``duckllm bench roofline`` takes longer and says more.
@@ -22,6 +22,7 @@ from duckllm.weights.cache_folder import speed_folder
 from duckllm.weights.files import FolderLock, write_atomically
 from duckllm.weights.recode import available_memory_bytes, private_memory
 from duckllm.worker.config import MAX_SPEED
+from duckllm.worker.other_load import LoadMeter
 
 _WINDOWS, _FEWEST_WINDOWS = 16, 4
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 9
@@ -91,7 +92,7 @@ def kept_read_speed(num_threads: int) -> tuple[Path, float | None]:
 
 
 def read_speed(num_threads: int) -> float:
-    """This machine's figure: the one that is kept, else measured now and kept for the next time.
+    """This machine's figure: the one that is kept, else measured now, and kept if nothing else ran.
 
     Units: GB/s.
 
@@ -109,7 +110,10 @@ def read_speed(num_threads: int) -> float:
         with FolderLock(path.parent):  # two workers that start together would disturb each other
             known = kept_read_speed(num_threads)[1]
             if known is None:
+                meter = LoadMeter()
                 known = _measure(num_threads)
+                if not meter.read().is_alone:  # it would be said for ever
+                    return known
                 content = {"machine": _machine(num_threads), "read_gb_per_s": known}
                 write_atomically(path, json.dumps(content).encode())
             return known
