@@ -154,7 +154,7 @@ class Forecasting:
         found: Inspection,
         made: ClusterPlan,
         shares: str | Sequence[float],
-        holds: Callable[[Device], bool],
+        holds: Callable[[Device], bool] | None = None,
     ) -> Forecast | None:
         """What the flock would do with the model; None where none is asked for.
 
@@ -162,7 +162,7 @@ class Forecasting:
             found: The model.
             made: Its slices.
             shares: How they are shared out.
-            holds: Whether a card would hold the host's part.
+            holds: Whether a card would hold the host's part; None predicts no card.
 
         Raises:
             ConfigError: The context is longer than the model's, or it has no layer that guesses.
@@ -199,7 +199,7 @@ class Forecasting:
             setting,
             batches=self._batches,
             shares=shares,
-            on_card=None if on_card or self._coefficients else self._card_for(found, holds),
+            on_card=None if on_card or self._coefficients or not holds else self._card_for(found, holds),
         )
 
     def _card_for(self, found: Inspection, holds: Callable[[Device], bool]) -> tuple[Card, ModelLoad] | None:
