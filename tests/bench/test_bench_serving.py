@@ -137,7 +137,7 @@ def test_a_count_that_is_none_is_a_reply_of_another_form() -> None:
 
 
 def test_of_errors_that_are_all_different_the_first_are_named() -> None:
-    outcomes = tuple(Outcome(0.0, 1, 1, end=1.0, error=f"request {number}") for number in range(100))
+    outcomes = tuple(Outcome(0.0, 1, 1, end=1.0, error="way " + "x" * number) for number in range(100))
     run = ServingRun("http://x", "openai", "m", 0, 0.0, [LoadResult(Load(math.inf), outcomes, 0.0)])
     words = error_words(run)
     assert len(words) == 9

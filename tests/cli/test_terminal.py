@@ -17,6 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from duckllm.cli.terminal import TABLE_WIDTH, table_console
+
 CTRL_C, CTRL_D, ENTER = b"\x03", b"\x04", b"\r"
 PASTE_BEGIN, PASTE_END = b"\x1b[200~", b"\x1b[201~"
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]|\r")
