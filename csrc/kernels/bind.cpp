@@ -2,6 +2,7 @@
 // computes with the interpreter released.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -15,6 +16,7 @@
 #include "kernels/arrays.h"
 #include "kernels/bf16_tiles.h"
 #include "kernels/experts.h"
+#include "kernels/integer_kernels.h"
 #include "kernels/pack.h"
 #include "kernels/weight_format.h"
 #include "threads/on_core.h"
@@ -32,23 +34,23 @@ class PyExperts {
   PyExperts(int64_t hidden_size, int64_t intermediate_size, int64_t num_experts, int64_t top_k,
             int64_t first_stripe, int64_t num_stripes, int64_t max_tokens, int num_threads, int spin_us,
             const std::string& isa, const std::string& format, bool pin_threads, const std::string& prefill,
-            const std::string& scale_layout)
-      : shape_{as_u32("hidden_size", hidden_size),
-               as_u32("intermediate_size", intermediate_size),
-               as_u32("num_experts", num_experts),
-               as_u32("top_k", top_k),
-               as_u32("first_stripe", first_stripe),
-               as_u32("num_stripes", num_stripes),
-               parse_format(format),
-               parse_scale_layout(scale_layout)},
+            const std::string& scale_layout, const std::string& activations)
+      : shape_{as_u32("hidden_size", hidden_size),   as_u32("intermediate_size", intermediate_size),
+               as_u32("num_experts", num_experts),   as_u32("top_k", top_k),
+               as_u32("first_stripe", first_stripe), as_u32("num_stripes", num_stripes)},
+        format_(parse_format(format)),
+        scale_layout_(parse_scale_layout(scale_layout)),
         pin_threads_(pin_threads),
         pool_(num_threads, spin_us, pin_threads),
         experts_(shape_, as_u32("max_tokens", max_tokens),
-                 isa == "auto" ? select_isa() : parse_isa("isa", isa), pool_, parse_prefill(prefill)) {}
+                 isa == "auto" ? select_isa() : parse_isa("isa", isa), pool_, parse_prefill(prefill),
+                 parse_activations(activations)) {}
 
   nb::object run(const AnyArray& units, const AnyArray& x, const AnyArray& topk_ids,
-                 const AnyArray& topk_weights, int64_t units_first_stripe, nb::object out) {
-    const LayerUnits layer = layer_units(units, as_u32("units_first_stripe", units_first_stripe));
+                 const AnyArray& topk_weights, int64_t units_first_stripe, nb::object out,
+                 const std::optional<std::string>& format, const std::optional<std::string>& scale_layout) {
+    const LayerUnits layer =
+        layer_units(units, as_u32("units_first_stripe", units_first_stripe), format, scale_layout);
     if (x.ndim() != 2)
       fail("x", "shape " + shape_of(x), "shape [T, " + std::to_string(shape_.hidden_size) + "]");
     const size_t tokens = x.shape(0);
@@ -72,8 +74,11 @@ class PyExperts {
     return out;
   }
 
-  uint64_t read_units(const AnyArray& units, const AnyArray& topk_ids, int64_t units_first_stripe) {
-    const LayerUnits layer = layer_units(units, as_u32("units_first_stripe", units_first_stripe));
+  uint64_t read_units(const AnyArray& units, const AnyArray& topk_ids, int64_t units_first_stripe,
+                      const std::optional<std::string>& format,
+                      const std::optional<std::string>& scale_layout) {
+    const LayerUnits layer =
+        layer_units(units, as_u32("units_first_stripe", units_first_stripe), format, scale_layout);
     const StepRows rows = step_rows(topk_ids, topk_ids.ndim() == 2 ? topk_ids.shape(0) : 0);
     nb::gil_scoped_release release;
     const std::optional<OnCore> on_core = keep_on_core();
@@ -82,7 +87,7 @@ class PyExperts {
 
   std::vector<double> time_steps(const AnyArray& units, const AnyArray& x, const AnyArray& topk_ids,
                                  const AnyArray& topk_weights, const nb::object& out, bool compute) {
-    const LayerUnits layer = layer_units(units, 0);
+    const LayerUnits layer = layer_units(units, 0, std::nullopt, std::nullopt);
     if (topk_ids.ndim() != 3) fail("topk_ids", "shape " + shape_of(topk_ids), "shape [N, T, K]");
     const size_t steps = topk_ids.shape(0), tokens = topk_ids.shape(1), top_k = topk_ids.shape(2);
     const auto* ids = checked<int32_t>("topk_ids", topk_ids, "int32", {steps, tokens, top_k});
@@ -111,6 +116,7 @@ class PyExperts {
 
   std::string isa() const { return isa_name(experts_.isa()); }
   std::string prefill() const { return experts_.prefill(); }
+  std::string integer() const { return experts_.integer(); }
   int num_threads() const { return pool_.num_threads(); }
 
  private:
@@ -128,8 +134,13 @@ class PyExperts {
     return rows;
   }
 
-  LayerUnits layer_units(const AnyArray& units, uint32_t units_first_stripe) const {
-    const size_t bytes = unit_bytes(shape_.format, shape_.hidden_size, shape_.scale_layout);
+  // The constructor's format and layout where none are given.
+  LayerUnits layer_units(const AnyArray& units, uint32_t units_first_stripe,
+                         const std::optional<std::string>& format_name,
+                         const std::optional<std::string>& layout_name) const {
+    const WeightFormat format = format_name ? parse_format(*format_name) : format_;
+    const ScaleLayout layout = layout_name ? parse_scale_layout(*layout_name) : scale_layout_;
+    const size_t bytes = unit_bytes(format, shape_.hidden_size, layout);
     check_dtype<uint8_t>("units", units, "uint8");
     const std::string expected =
         "shape [" + std::to_string(shape_.num_experts) + ", stripes, " + std::to_string(bytes) + "]";
@@ -151,10 +162,12 @@ class PyExperts {
     const auto* base = static_cast<const uint8_t*>(units.data());
     const auto stripe_stride = static_cast<size_t>(units.stride(1));
     return {base + (shape_.first_stripe - units_first_stripe) * stripe_stride,
-            static_cast<size_t>(units.stride(0)), stripe_stride};
+            static_cast<size_t>(units.stride(0)), stripe_stride, format, layout};
   }
 
   const ExpertShape shape_;
+  const WeightFormat format_;
+  const ScaleLayout scale_layout_;
   const bool pin_threads_;
   ThreadPool pool_;
   Experts experts_;
@@ -267,6 +280,11 @@ void bind_kernels(nb::module_& m) {
       "DUCK_FORCE_BF16 names.\n\nRaises:\n    ValueError: there are none, another ISA than avx512, or the "
       "variable names none that is there.");
   m.def(
+      "available_integer", [](const std::string& isa) { return available_integer(parse_isa("isa", isa)); },
+      "isa"_a,
+      "Names of the integer multipliers that go with an instruction set here, from the slowest to the best:\n"
+      "scalar, avx2, avx_vnni, avx512_vnni_256, avx512_vnni. DUCK_FORCE_INTEGER names one to use.");
+  m.def(
       "unit_bytes",
       [](int64_t hidden_size, const std::string& format, const std::string& scale_layout) {
         return unit_bytes(parse_format(format), as_u32("hidden_size", hidden_size),
@@ -314,20 +332,26 @@ void bind_kernels(nb::module_& m) {
       "the valid ranges; a row's result depends neither on the other rows nor on the threads. With\n"
       "pin_threads each thread stays on a core of its own, the caller's while it computes. With prefill\n"
       "bf16, experts of more than 8 rows of a step take x and activations rounded to bf16; experts.h states\n"
-      "the error, and that a row's result then also depends on whether its expert has more than 8 rows.\n\n"
+      "the error, and that a row's result then also depends on whether its expert has more than 8 rows.\n"
+      "Weights in int8, int4 or mxfp4 are multiplied with x and activations rounded to bytes by groups, or\n"
+      "with activations='f32' as they are, which is slow and there to judge the rounding.\n\n"
       "Raises:\n    ValueError: sizes or names that make no sense; bf16 where the CPU or the ISA lacks it.")
       .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int,
-                    const std::string&, const std::string&, bool, const std::string&, const std::string&>(),
+                    const std::string&, const std::string&, bool, const std::string&, const std::string&,
+                    const std::string&>(),
            "hidden_size"_a, "intermediate_size"_a, "num_experts"_a, "top_k"_a, "first_stripe"_a,
            "num_stripes"_a, "max_tokens"_a, "num_threads"_a, "spin_us"_a, "isa"_a = "auto",
-           "format"_a = "fp9", "pin_threads"_a = false, "prefill"_a = "f32", "scale_layout"_a = "block")
+           "format"_a = "fp9", "pin_threads"_a = false, "prefill"_a = "f32", "scale_layout"_a = "block",
+           "activations"_a = "int8")
       .def("run", &PyExperts::run, "units"_a.noconvert(), "x"_a.noconvert(), "topk_ids"_a.noconvert(),
            "topk_weights"_a.noconvert(), "units_first_stripe"_a = 0, "out"_a = nb::none(),
+           "format"_a = nb::none(), "scale_layout"_a = nb::none(),
            nb::sig("def run(self, units: numpy.typing.NDArray[numpy.uint8], "
                    "x: numpy.typing.NDArray[numpy.float32] | numpy.typing.NDArray[numpy.uint16], "
                    "topk_ids: numpy.typing.NDArray[numpy.int32], topk_weights: "
                    "numpy.typing.NDArray[numpy.float32], "
-                   "units_first_stripe: int = 0, out: numpy.typing.NDArray[numpy.float32] | None = None) -> "
+                   "units_first_stripe: int = 0, out: numpy.typing.NDArray[numpy.float32] | None = None, "
+                   "format: str | None = None, scale_layout: str | None = None) -> "
                    "numpy.typing.NDArray[numpy.float32]"),
            "The weighted sum of the rows' experts, restricted to the slice: partial sums [T, H] f32.\n\n"
            "Shapes:\n"
@@ -337,15 +361,17 @@ void bind_kernels(nb::module_& m) {
            "memory map\n"
            "    x: [T, H] f32, or bf16 as uint16; topk_ids: [T, K] int32; topk_weights: [T, K] f32\n"
            "    out, result: [T, H] f32\n\n"
+           "format, scale_layout: of these units, where they are not the constructor's.\n\n"
            "Raises:\n    ValueError: a wrong shape or type, T over max_tokens, K over top_k, an id outside "
            "0..E-1;\n"
            "        out is then untouched.\n\n"
            "Threading:\n    Releases the interpreter; one run at a time per object.\n\n"
            "Reference:\n    tests/kernels/expert_reference.py, float64, with the bound of experts.h")
       .def("read_units", &PyExperts::read_units, "units"_a.noconvert(), "topk_ids"_a.noconvert(),
-           "units_first_stripe"_a = 0,
+           "units_first_stripe"_a = 0, "format"_a = nb::none(), "scale_layout"_a = nb::none(),
            nb::sig("def read_units(self, units: numpy.typing.NDArray[numpy.uint8], "
-                   "topk_ids: numpy.typing.NDArray[numpy.int32], units_first_stripe: int = 0) -> int"),
+                   "topk_ids: numpy.typing.NDArray[numpy.int32], units_first_stripe: int = 0, "
+                   "format: str | None = None, scale_layout: str | None = None) -> int"),
            "Reads the units that run would read for these ids, each once, on the same threads, and computes\n"
            "nothing: the ceiling to measure run against. The exclusive or of their 64-bit words.")
       .def(
@@ -365,6 +391,8 @@ void bind_kernels(nb::module_& m) {
       .def_prop_ro("isa", &PyExperts::isa)
       .def_prop_ro("prefill", &PyExperts::prefill,
                    "f32, or the name of the bf16 multipliers: available_bf16().")
+      .def_prop_ro("integer", &PyExperts::integer,
+                   "Name of the multipliers of int8, int4 and mxfp4: of available_integer().")
       .def_prop_ro("num_threads", &PyExperts::num_threads);
 }
 

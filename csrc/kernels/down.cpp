@@ -30,10 +30,17 @@ void Experts::Impl::run_down(int thread) {
   for (size_t row = 0; row < rows.num_tokens; ++row) {
     std::fill(sums + row * row_floats + first_output, sums + row * row_floats + end_output, 0.0f);
   }
-  const FormatKernels::Down direct_down = by_channel ? kernels.down_by_channel : kernels.down;
   const auto& active = routing.active();
   for (size_t index = 0; index < active.size(); ++index) {
     const uint32_t expert = active[index], count = routing.count(expert), pair = routing.begin(expert);
+    if (is_exact()) {
+      exact_down(*workspaces[thread], expert, first, end);
+      continue;
+    }
+    if (integer != nullptr) {
+      down_integer(index, first, end);
+      continue;
+    }
     if (count > kMaxDirectRows) {
       if (bf16 != nullptr) {
         down_bf16(*workspaces[thread], expert, first, end);
@@ -42,6 +49,7 @@ void Experts::Impl::run_down(int thread) {
       }
       continue;
     }
+    const FormatKernels::Down direct_down = by_channel ? kernels->down_by_channel : kernels->down;
     for (uint32_t stripe = 0; stripe < shape.num_stripes; ++stripe) {
       const Unit at = unit(expert, stripe);
       const float* rows_a[kMaxDirectRows];
@@ -78,8 +86,8 @@ void Experts::Impl::down_tiles(Workspace& workspace, uint32_t expert, uint32_t f
         for (uint32_t i = 0; i < num_stripes; ++i) {
           const Unit at = unit(expert, stripe + i);
           const TileScales factors =
-              down_factors(down_scales(expert, at), record, sum_postscale(shape.format));
-          kernels.tile_of_down(at.down + record * record_bytes(shape.format), workspace.tile.data());
+              down_factors(down_scales(expert, at), record, sum_postscale(layer.format));
+          kernels->tile_of_down(at.down + record * record_bytes(layer.format), workspace.tile.data());
           table.multiply(workspace.panel.data() + i * kStripeChannels / 2, workspace.tile.data(),
                          kStripeChannels / 2, factors.lanes, out, count);
         }
@@ -92,7 +100,7 @@ void Experts::Impl::down_tiles(Workspace& workspace, uint32_t expert, uint32_t f
 // The stripes of one block of 128 channels, of all of them that the slice has, are one sum.
 void Experts::Impl::down_bf16(Workspace& workspace, uint32_t expert, uint32_t first, uint32_t end) {
   const uint32_t pairs = routing.count(expert), chunks = num_chunks(expert);
-  const auto& format = bf16->formats[static_cast<int>(shape.format)];
+  const auto& format = bf16->formats[static_cast<int>(layer.format)];
   uint32_t* const panel = workspace.bf16_panel.data();
   uint32_t* const tile = workspace.bf16_tile.data();
   constexpr uint32_t kStripePairs = kStripeChannels / 2;
@@ -112,9 +120,9 @@ void Experts::Impl::down_bf16(Workspace& workspace, uint32_t expert, uint32_t fi
       const uint32_t num_pairs = ceil_div(num_stripes * kStripePairs, kBf16StepPairs) * kBf16StepPairs;
       std::fill(tile + num_stripes * kStripePairs * kBf16Lanes, tile + num_pairs * kBf16Lanes, 0u);
       for (uint32_t record = first; record < end; ++record) {
-        const TileScales factors = down_factors(scales, record, bf16_postscale(shape.format));
+        const TileScales factors = down_factors(scales, record, bf16_postscale(layer.format));
         for (uint32_t i = 0; i < num_stripes; ++i) {
-          format.tile_of_down(records[i] + record * record_bytes(shape.format),
+          format.tile_of_down(records[i] + record * record_bytes(layer.format),
                               tile + i * kStripePairs * kBf16Lanes);
         }
         float* out[kChunkRows];

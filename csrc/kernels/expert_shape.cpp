@@ -19,6 +19,12 @@ Prefill parse_prefill(const std::string& name) {
   throw std::invalid_argument("prefill: got '" + name + "', expected 'f32' or 'bf16'");
 }
 
+Activations parse_activations(const std::string& name) {
+  if (name == "int8") return Activations::kInt8;
+  if (name == "f32") return Activations::kF32;
+  throw std::invalid_argument("activations: got '" + name + "', expected 'int8' or 'f32'");
+}
+
 WeightFormat parse_format(const std::string& name) {
   if (name == "fp9") return WeightFormat::kFp9;
   if (name == "fp8") return WeightFormat::kFp8;
@@ -50,9 +56,6 @@ ExpertShape checked_shape(const ExpertShape& shape, uint32_t max_tokens) {
     if (value == 0) fail_shape(field, value, "at least 1");
     if (value > kMost) fail_shape(field, value, "at most " + std::to_string(kMost));
   }
-  if (!has_scales(shape.format)) {
-    fail_shape("format", static_cast<uint64_t>(shape.format), "0 (fp9) or 1 (fp8)");
-  }
   const uint64_t stripes = ceil_div(shape.intermediate_size, kStripeChannels);
   const uint64_t end = static_cast<uint64_t>(shape.first_stripe) + shape.num_stripes;
   if (end > stripes) {
@@ -60,9 +63,7 @@ ExpertShape checked_shape(const ExpertShape& shape, uint32_t max_tokens) {
                "at most " + std::to_string(stripes) + ", the stripes of intermediate_size " +
                    std::to_string(shape.intermediate_size));
   }
-  ExpertShape checked = shape;
-  checked.format = kernel_format(shape.format);
-  return checked;
+  return shape;
 }
 
 }  // namespace duck

@@ -6,7 +6,8 @@
 // many, into (expert, chunk of rows, unit), and a thread keeps the chunk's x in a panel of its own. Phase 2
 // gives each thread its own range of outputs, which it sums over all pairs in a fixed order (experts.h); so
 // no two threads add to one output, and the number of threads never shows in a result. run() allocates
-// nothing.
+// nothing. The formats of integers take the same course, with groups of bytes in place of f32
+// (integer_steps.cpp).
 #include "kernels/experts.h"
 
 #include <cstring>
@@ -19,16 +20,14 @@
 namespace duck {
 
 Experts::Impl::Impl(const ExpertShape& shape_, uint32_t max_tokens_, Isa isa, Prefill prefill,
-                    ThreadPool& pool_)
+                    Activations activations_, ThreadPool& pool_)
     : shape(checked_shape(shape_, max_tokens_)),
       max_tokens(max_tokens_),
       table(kernel_table(isa)),
-      kernels(table.formats[static_cast<int>(shape.format)]),
       bf16(prefill == Prefill::kBf16 ? &select_bf16(isa) : nullptr),
+      integers(select_integer(isa)),
+      exact(activations_ == Activations::kF32),
       pool(pool_),
-      by_channel(shape.scale_layout == ScaleLayout::kChannel),
-      unit_size(unit_bytes(shape.format, shape.hidden_size, shape.scale_layout)),
-      x_factor(prescale(shape.format)),
       row_floats(padded_hidden(shape.hidden_size)),
       pair_floats(static_cast<size_t>(shape.num_stripes) * kStripeChannels),
       num_records(row_floats / kRecordRows),
@@ -48,14 +47,16 @@ Experts::Impl::Impl(const ExpertShape& shape_, uint32_t max_tokens_, Isa isa, Pr
   const size_t max_pairs = static_cast<size_t>(max_tokens) * shape.top_k;
   pair_x.resize(max_pairs);
   pair_y.resize(max_pairs);
+  pair_groups.resize(max_pairs);
   for (size_t pair = 0; pair < max_pairs; ++pair) {
     pair_activations.push_back(activations.data() + pair * pair_floats);
+    pair_stripes.push_back(reinterpret_cast<StripeGroup*>(activations.data()) + pair * shape.num_stripes);
   }
   first_item.reserve(std::min<size_t>(max_pairs, shape.num_experts) + 1);
   const size_t blocks = ceil_div(row_floats, kScaleBlock);
   const size_t panel_rows = max_tokens > kMaxDirectRows ? blocks * kChunkRows : 0;
   for (int thread = 0; thread < pool.num_threads(); ++thread) {
-    workspaces.push_back(std::make_unique<Workspace>(panel_rows, bf16 != nullptr));
+    workspaces.push_back(std::make_unique<Workspace>(panel_rows, bf16 != nullptr, exact));
   }
 }
 
@@ -75,8 +76,21 @@ void Experts::Impl::check(const StepRows& step) const {
   }
 }
 
-void Experts::Impl::prepare(const LayerUnits& step_layer, const StepRows& step) {
+void Experts::Impl::use(const LayerUnits& step_layer) {
   layer = step_layer;
+  layer.format = kernel_format(step_layer.format);
+  if (is_grouped(layer.format)) layer.scale_layout = ScaleLayout::kGroup;
+  by_channel = layer.scale_layout == ScaleLayout::kChannel;
+  x_factor = prescale(layer.format);
+  integer = nullptr;
+  if (is_integer(layer.format) && !exact) {
+    integer = &integers.formats[integer_index(layer.format, layer.scale_layout)];
+  } else {
+    kernels = &table.formats[static_cast<int>(is_exact() ? WeightFormat::kF32 : layer.format)];
+  }
+}
+
+void Experts::Impl::prepare(const StepRows& step) {
   rows = step;
   routing.sort(step);
   // Where H needs no padding the sums go straight to the caller.
@@ -86,6 +100,7 @@ void Experts::Impl::prepare(const LayerUnits& step_layer, const StepRows& step) 
   for (uint32_t pair = 0; pair < num_pairs; ++pair) {
     pair_x[pair] = x.data() + routing.row(pair) * row_floats;
     pair_y[pair] = sums + routing.row(pair) * row_floats;
+    pair_groups[pair] = reinterpret_cast<const HiddenGroup*>(x.data()) + routing.row(pair) * num_records;
   }
   if (few_rows()) {
     scale_x(0, 1);
@@ -112,7 +127,7 @@ void Experts::Impl::work_on(int thread) {
   }
   for (uint64_t item; (item = items.take(thread)) != WorkRanges::kNone;) {
     if (few_rows()) {
-      gate_up_part(item);
+      gate_up_part(*workspaces[thread], item);
     } else {
       gate_up_unit(*workspaces[thread], item);
     }
@@ -123,14 +138,17 @@ void Experts::Impl::work_on(int thread) {
 }
 
 void Experts::Impl::scale_x(int thread, int num_threads) {
+  if (integer != nullptr) return round_x(thread, num_threads);
   for (size_t row = thread; row < rows.num_tokens; row += num_threads) {
-    scale_values(rows.x_type, rows.x, row * shape.hidden_size, shape.hidden_size, x_factor,
-                 x.data() + row * row_floats);
+    float* to = x.data() + row * row_floats;
+    scale_values(rows.x_type, rows.x, row * shape.hidden_size, shape.hidden_size, x_factor, to);
+    std::fill(to + shape.hidden_size, to + row_floats, 0.0f);  // a layer of integers may have written there
   }
 }
 
 void Experts::Impl::run_read(int thread) {
   constexpr size_t kPrefetchBytes = 2048;
+  const size_t unit_size = unit_bytes(layer.format, shape.hidden_size, layer.scale_layout);
   uint64_t words = 0;
   for (uint64_t item; (item = items.take(thread)) != WorkRanges::kNone;) {
     const uint8_t* bytes = layer.base +
@@ -148,8 +166,9 @@ void Experts::Impl::run_read(int thread) {
   read_words.fetch_xor(words, std::memory_order_relaxed);
 }
 
-Experts::Experts(const ExpertShape& shape, uint32_t max_tokens, Isa isa, ThreadPool& pool, Prefill prefill)
-    : impl_(std::make_unique<Impl>(shape, max_tokens, isa, prefill, pool)) {
+Experts::Experts(const ExpertShape& shape, uint32_t max_tokens, Isa isa, ThreadPool& pool, Prefill prefill,
+                 Activations activations)
+    : impl_(std::make_unique<Impl>(shape, max_tokens, isa, prefill, activations, pool)) {
   if (!isa_available(isa)) {
     throw std::invalid_argument(std::string("isa: got ") + isa_name(isa) +
                                 ", expected one that this machine can run");
@@ -158,21 +177,29 @@ Experts::Experts(const ExpertShape& shape, uint32_t max_tokens, Isa isa, ThreadP
 
 Experts::~Experts() = default;
 
+static void check_format(WeightFormat format) {
+  if (is_expert_format(format)) return;
+  fail_shape("format", static_cast<uint64_t>(format), "one that experts come in");
+}
+
 void Experts::run(const LayerUnits& layer, const StepRows& rows, float* y) {
   impl_->check(rows);
+  check_format(layer.format);
   if (rows.num_tokens == 0) return;
   impl_->output = y;
   {
     const DenormalsOn denormals;
-    impl_->prepare(layer, rows);
+    impl_->use(layer);
+    impl_->prepare(rows);
   }
   impl_->pool.run(impl_->work);
 }
 
 uint64_t Experts::read_units(const LayerUnits& layer, const StepRows& rows) {
   impl_->check(rows);
+  check_format(layer.format);
   impl_->routing.sort(rows);
-  impl_->layer = layer;
+  impl_->use(layer);
   impl_->items.reset(impl_->routing.active().size() * impl_->shape.num_stripes);
   impl_->read_words.store(0, std::memory_order_relaxed);
   impl_->pool.run(impl_->read_work);
@@ -184,5 +211,7 @@ const ExpertShape& Experts::shape() const { return impl_->shape; }
 Isa Experts::isa() const { return impl_->table.isa; }
 
 const char* Experts::prefill() const { return impl_->bf16 != nullptr ? impl_->bf16->name : "f32"; }
+
+const char* Experts::integer() const { return impl_->integers.name; }
 
 }  // namespace duck

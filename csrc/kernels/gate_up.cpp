@@ -6,7 +6,7 @@
 
 namespace duck {
 
-// Scales by channel come when the dot products are whole.
+// Scales by channel come when the dot products are whole; of groups these are the zero points.
 void Experts::Impl::set_scales(Stream& stream, const Unit& at) const {
   if (by_channel) return;
   stream.scales[0] = at.gate_scales;
@@ -20,13 +20,19 @@ void Experts::Impl::activate(uint32_t pair, uint32_t stripe, const Unit& at, flo
     std::memcpy(scales, at.gate_scales, sizeof(scales));  // up's follow
     for (uint32_t lane = 0; lane < kDotFloats; ++lane) dots[lane] *= scales[lane];
   }
-  table.activate(dots, routing.weight(pair), x_factor, channels_of(stripe),
-                 pair_activations[pair] + stripe * kStripeChannels);
+  if (integer == nullptr) {
+    table.activate(dots, routing.weight(pair), x_factor, channels_of(stripe),
+                   pair_activations[pair] + stripe * kStripeChannels);
+    return;
+  }
+  alignas(64) float values[kStripeChannels];
+  table.activate(dots, routing.weight(pair), x_factor, channels_of(stripe), values);
+  integers.quantise_stripe(values, integer->zero, integer->factor, pair_stripes[pair] + stripe);
 }
 
 // Few rows: one part of one unit for all the expert's rows. Who finishes a unit's last part adds the parts
 // up.
-void Experts::Impl::gate_up_part(uint64_t item) {
+void Experts::Impl::gate_up_part(Workspace& workspace, uint64_t item) {
   const uint32_t part = item % num_parts;
   const uint64_t index = item / num_parts;
   const uint32_t stripe = index % shape.num_stripes;
@@ -41,7 +47,7 @@ void Experts::Impl::gate_up_part(uint64_t item) {
   stream.first_record = part * kPartRecords;
   stream.end_record = std::min(num_records, stream.first_record + kPartRecords);
   stream.next = part + 1 < num_parts
-                    ? at.gate_up + static_cast<size_t>(stream.end_record) * 2 * record_bytes(shape.format)
+                    ? at.gate_up + static_cast<size_t>(stream.end_record) * 2 * record_bytes(layer.format)
                     : unit_after(index / shape.num_stripes, stripe).gate_up;
   stream.prefetch_bytes = prefetch;
 
@@ -50,7 +56,7 @@ void Experts::Impl::gate_up_part(uint64_t item) {
       partial_dots.data() +
       (static_cast<size_t>(first_pair) * shape.num_stripes + stripe * count) * num_parts * kDotFloats;
   const size_t part_floats = static_cast<size_t>(count) * kDotFloats;
-  kernels.dots2(stream, pair_x.data() + first_pair, count, unit_dots + part * part_floats);
+  part_dots(workspace, at, stream, first_pair, count, unit_dots + part * part_floats);
   if (parts_left[index].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
 
   for (uint32_t row = 0; row < count; ++row) {
@@ -61,6 +67,18 @@ void Experts::Impl::gate_up_part(uint64_t item) {
       }
     }
     activate(first_pair + row, stripe, at, dots);
+  }
+}
+
+// dots: [count][2][16] of one part.
+void Experts::Impl::part_dots(Workspace& workspace, const Unit& at, const Stream& stream, uint32_t first_pair,
+                              uint32_t count, float* dots) {
+  if (integer != nullptr) {
+    integer->dots(stream, pair_groups.data() + first_pair, count, dots);
+  } else if (is_exact()) {
+    exact_dots(workspace, at, stream, first_pair, count, dots);
+  } else {
+    kernels->dots2(stream, pair_x.data() + first_pair, count, dots);
   }
 }
 
@@ -76,10 +94,12 @@ void Experts::Impl::gate_up_unit(Workspace& workspace, uint64_t item) {
   const uint32_t first_pair = routing.begin(expert) + first;
   const Unit at = unit(expert, stripe);
   float* dots = workspace.dots.data();
-  if (count <= kMaxDirectRows) {
+  if (is_integer(layer.format)) {
+    gate_up_integer(workspace, at, first_pair, count);
+  } else if (count <= kMaxDirectRows) {
     Stream stream{at.gate_up, {}, 0, num_records, at.gate_up, prefetch};
     set_scales(stream, at);
-    kernels.dots2(stream, pair_x.data() + first_pair, count, dots);
+    kernels->dots2(stream, pair_x.data() + first_pair, count, dots);
   } else {
     if (workspace.panel_of != item - stripe) {
       workspace.panel_of = item - stripe;
@@ -111,8 +131,8 @@ void Experts::Impl::gate_up_tiles(Workspace& workspace, const Unit& at, uint32_t
   float* part_rows[kChunkRows];
   for (uint32_t row = 0; row < count; ++row) part_rows[row] = part + row * kDotFloats;
   std::fill_n(dots, count * kDotFloats, 0.0f);
-  const size_t bytes = record_bytes(shape.format);
-  const float postscale = bf16 != nullptr ? bf16_postscale(shape.format) : sum_postscale(shape.format);
+  const size_t bytes = record_bytes(layer.format);
+  const float postscale = bf16 != nullptr ? bf16_postscale(layer.format) : sum_postscale(layer.format);
   for (uint32_t first = 0; first < num_records; first += kRecordsPerBlock) {
     const uint32_t block = first / kRecordsPerBlock;
     if (block % kPartBlocks == 0) std::fill_n(part, count * kDotFloats, 0.0f);
@@ -127,12 +147,12 @@ void Experts::Impl::gate_up_tiles(Workspace& workspace, const Unit& at, uint32_t
     const TileScales factors = TileScales::of_halves(scales[0] * postscale, scales[1] * postscale);
     if (bf16 != nullptr) {
       uint32_t* tile = workspace.bf16_tile.data();
-      bf16->formats[static_cast<int>(shape.format)].tile_of_streams(from, bytes, 2 * bytes, records, tile);
+      bf16->formats[static_cast<int>(layer.format)].tile_of_streams(from, bytes, 2 * bytes, records, tile);
       bf16->multiply(workspace.bf16_panel.data() + panel_row * kBf16Pairs, tile, records * kRecordRows / 2,
                      factors.lanes, part_rows, count);
     } else {
       float* tile = workspace.tile.data();
-      kernels.tile_of_streams(from, bytes, 2 * bytes, records, tile);
+      kernels->tile_of_streams(from, bytes, 2 * bytes, records, tile);
       table.multiply(workspace.panel.data() + panel_row * kPanelStride, tile, records * kRecordRows / 2,
                      factors.lanes, part_rows, count);
     }

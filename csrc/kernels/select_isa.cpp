@@ -59,7 +59,8 @@ bool isa_available(Isa isa) {
     case Isa::kScalar:
       return true;
     case Isa::kAvx2:
-      return os_saves(kXcr0Avx) && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+      return os_saves(kXcr0Avx) && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+             __builtin_cpu_supports("f16c");
     case Isa::kAvx512:
       return os_saves(kXcr0Avx512) && __builtin_cpu_supports("avx512f") &&
              __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&

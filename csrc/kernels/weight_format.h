@@ -48,6 +48,11 @@ inline constexpr bool is_e4m3(WeightFormat format) {
   return format == WeightFormat::kFp9 || format == WeightFormat::kFp8 || format == WeightFormat::kFp8Normal;
 }
 
+// Whether the routed experts of a model come in a format.
+inline constexpr bool is_expert_format(WeightFormat format) {
+  return is_e4m3(format) || format >= WeightFormat::kInt8;
+}
+
 // Whether a format holds codes of 4 bits whose scales lie in the records: layout "group".
 inline constexpr bool is_grouped(WeightFormat format) { return format >= WeightFormat::kInt4; }
 

@@ -32,7 +32,8 @@ struct Layer {
   size_t stripes() const { return ceil_div(intermediate, kStripeChannels); }
   size_t expert_bytes() const { return stripes() * unit_bytes(WeightFormat::kFp9, hidden, layout); }
   LayerUnits view() const {
-    return {units.data(), expert_bytes(), unit_bytes(WeightFormat::kFp9, hidden, layout)};
+    return {units.data(), expert_bytes(), unit_bytes(WeightFormat::kFp9, hidden, layout), WeightFormat::kFp9,
+            layout};
   }
 };
 
@@ -96,10 +97,10 @@ std::vector<float> run(const Layer& layer, const Step& step, Isa isa, int num_th
                        Prefill prefill = Prefill::kF32) {
   ThreadPool pool(num_threads, 0);
   const StepRows rows = step.rows(layer.hidden);
-  Experts experts({static_cast<uint32_t>(layer.hidden), static_cast<uint32_t>(layer.intermediate),
-                   static_cast<uint32_t>(layer.experts), step.top_k, 0,
-                   static_cast<uint32_t>(layer.stripes()), WeightFormat::kFp9, layer.layout},
-                  rows.num_tokens, isa, pool, prefill);
+  Experts experts(
+      {static_cast<uint32_t>(layer.hidden), static_cast<uint32_t>(layer.intermediate),
+       static_cast<uint32_t>(layer.experts), step.top_k, 0, static_cast<uint32_t>(layer.stripes())},
+      rows.num_tokens, isa, pool, prefill);
   std::vector<float> y(rows.num_tokens * layer.hidden, -7.0f);
   experts.run(layer.view(), rows, y.data());
   return y;

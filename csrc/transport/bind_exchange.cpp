@@ -51,15 +51,14 @@ std::shared_ptr<LaneServer> experts_server(const std::unordered_map<uint32_t, An
                                            int64_t hidden_size, int64_t intermediate_size, int64_t top_k,
                                            int64_t max_tokens, int num_threads, int spin_us,
                                            const std::string& isa, const std::string& format,
-                                           const std::string& prefill, const std::string& scale_layout) {
+                                           const std::string& prefill, const std::string& scale_layout,
+                                           const std::unordered_map<uint32_t, std::string>& layer_formats) {
   if (units.empty()) fail("units", "no layers", "at least one");
   ExpertShape shape;
   shape.hidden_size = as_u32("hidden_size", hidden_size);
   shape.intermediate_size = as_u32("intermediate_size", intermediate_size);
   shape.top_k = as_u32("top_k", top_k);
-  shape.format = parse_format(format);
-  shape.scale_layout = parse_scale_layout(scale_layout);
-  const size_t bytes = unit_bytes(shape.format, shape.hidden_size, shape.scale_layout);
+  const ScaleLayout layout = parse_scale_layout(scale_layout);
   const AnyArray& first = units.begin()->second;
   if (first.ndim() != 3) fail("units", "shape " + shape_of(first), "shape [E, stripes, bytes]");
   shape.num_experts = as_u32("num_experts", static_cast<int64_t>(first.shape(0)));
@@ -67,13 +66,16 @@ std::shared_ptr<LaneServer> experts_server(const std::unordered_map<uint32_t, An
   std::unordered_map<uint32_t, LayerUnits> layers;
   std::vector<AnyArray> held;
   for (const auto& [layer, array] : units) {
+    const auto own = layer_formats.find(layer);
+    const WeightFormat its_format = parse_format(own == layer_formats.end() ? format : own->second);
+    const size_t bytes = unit_bytes(its_format, shape.hidden_size, layout);
     check_dtype<uint8_t>("units", array, "uint8");
     check_shape("units", array, {first.shape(0), first.shape(1), bytes});
     if (array.stride(2) != 1 || array.stride(1) < 0 || array.stride(0) < 0) {
       fail("units", "strides that skip elements", "each unit contiguous");
     }
     layers[layer] = {static_cast<const uint8_t*>(array.data()), static_cast<size_t>(array.stride(0)),
-                     static_cast<size_t>(array.stride(1))};
+                     static_cast<size_t>(array.stride(1)), its_format, layout};
     held.push_back(array);
   }
   return std::make_shared<HeldExpertsServer>(
@@ -169,16 +171,18 @@ void bind_exchange(nb::module_& m) {
       },
       "transport"_a, nb::sig("def transport_server(transport: Transport) -> LaneServer"),
       "The workers of a transport.");
-  m.def("experts_server", &experts_server, "units"_a, nb::kw_only(), "hidden_size"_a, "intermediate_size"_a,
-        "top_k"_a, "max_tokens"_a, "num_threads"_a, "spin_us"_a, "isa"_a, "format"_a, "prefill"_a,
-        "scale_layout"_a,
-        nb::sig(
-            "def experts_server(units: dict[int, numpy.typing.NDArray[numpy.uint8]], *, hidden_size: int, "
-            "intermediate_size: int, top_k: int, max_tokens: int, num_threads: int, spin_us: int, isa: str, "
-            "format: str, prefill: str, scale_layout: str) -> LaneServer"),
-        "Whole experts in this process, with threads of their own.\n\n"
-        "Shapes:\n    units: [E, ceil(I/16), unit_bytes(H, format, scale_layout)] uint8 of each layer\n\n"
-        "Raises:\n    ValueError: sizes or names that make no sense.");
+  m.def(
+      "experts_server", &experts_server, "units"_a, nb::kw_only(), "hidden_size"_a, "intermediate_size"_a,
+      "top_k"_a, "max_tokens"_a, "num_threads"_a, "spin_us"_a, "isa"_a, "format"_a, "prefill"_a,
+      "scale_layout"_a, "layer_formats"_a = std::unordered_map<uint32_t, std::string>(),
+      nb::sig(
+          "def experts_server(units: dict[int, numpy.typing.NDArray[numpy.uint8]], *, hidden_size: int, "
+          "intermediate_size: int, top_k: int, max_tokens: int, num_threads: int, spin_us: int, isa: str, "
+          "format: str, prefill: str, scale_layout: str, layer_formats: dict[int, str] = {}) -> LaneServer"),
+      "Whole experts in this process, with threads of their own.\n\n"
+      "Shapes:\n    units: [E, ceil(I/16), unit_bytes(H, format, scale_layout)] uint8 of each layer\n\n"
+      "layer_formats: of the layers whose format is not `format`.\n\n"
+      "Raises:\n    ValueError: sizes or names that make no sense.");
   m.def(
       "echo_server",
       [](int64_t delay_us, bool zeros) -> std::shared_ptr<LaneServer> {

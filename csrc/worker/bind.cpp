@@ -1,6 +1,7 @@
 // The worker's step loop for Python: weights stay memory-mapped arrays, the loop reads them in place.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -42,13 +43,19 @@ int checked_threads(const ExpertShape& shape, const StepLoopLimits& limits, int 
 class StepServer {
  public:
   StepServer(const ExpertShape& shape, const StepLoopLimits& limits, int num_threads, bool pin_threads,
-             const std::string& isa, const std::string& prefill)
-      : pin_threads_(pin_threads),
+             const std::string& isa, const std::string& format, const std::string& prefill,
+             const std::string& scale_layout)
+      : format_(parse_format(format)),
+        scale_layout_(parse_scale_layout(scale_layout)),
+        pin_threads_(pin_threads),
         pool_(checked_threads(shape, limits, num_threads), limits.spin_us, pin_threads),
         experts_(shape, limits.max_step_tokens, parse_isa(isa), pool_, parse_prefill(prefill)),
         loop_(experts_, layers_, limits) {}
 
-  void add_layer(uint32_t layer, UnitsArray units) {
+  void add_layer(uint32_t layer, UnitsArray units, const std::optional<std::string>& format_name,
+                 const std::optional<std::string>& layout_name) {
+    const WeightFormat format = format_name ? parse_format(*format_name) : format_;
+    const ScaleLayout layout = layout_name ? parse_scale_layout(*layout_name) : scale_layout_;
     const ExpertShape& shape = experts_.shape();
     if (units.shape(0) != shape.num_experts || units.shape(1) != shape.num_stripes) {
       throw std::invalid_argument("units of layer " + std::to_string(layer) + ": got [" +
@@ -56,7 +63,7 @@ class StepServer {
                                   "] experts and stripes, expected [" + std::to_string(shape.num_experts) +
                                   ", " + std::to_string(shape.num_stripes) + "]");
     }
-    const size_t bytes = unit_bytes(shape.format, shape.hidden_size, shape.scale_layout);
+    const size_t bytes = unit_bytes(format, shape.hidden_size, layout);
     if (units.shape(2) != bytes) {
       throw std::invalid_argument("unit bytes of layer " + std::to_string(layer) + ": got " +
                                   std::to_string(units.shape(2)) + ", expected " + std::to_string(bytes));
@@ -66,7 +73,7 @@ class StepServer {
                                   ": got gaps between the bytes of a unit, expected none");
     }
     layers_[layer] = {units.data(), static_cast<size_t>(units.stride(0)),
-                      static_cast<size_t>(units.stride(1))};
+                      static_cast<size_t>(units.stride(1)), format, layout};
     kept_.push_back(std::move(units));
   }
 
@@ -80,8 +87,11 @@ class StepServer {
 
   std::string isa() const { return isa_name(experts_.isa()); }
   std::string prefill() const { return experts_.prefill(); }
+  std::string integer() const { return experts_.integer(); }
 
  private:
+  const WeightFormat format_;  // of layers that do not say theirs
+  const ScaleLayout scale_layout_;
   const bool pin_threads_;
   std::unordered_map<uint32_t, LayerUnits> layers_;
   std::vector<UnitsArray> kept_;  // keeps the mapped arrays alive
@@ -111,11 +121,10 @@ void bind_worker(nb::module_& m) {
              int num_threads, int spin_us, int64_t frame_timeout_ms, int64_t send_timeout_ms,
              const std::string& isa, const std::string& format, bool pin_threads, const std::string& prefill,
              const std::string& scale_layout) {
-            const ExpertShape shape{
-                hidden_size,  intermediate_size, num_experts,          top_k,
-                first_stripe, num_stripes,       parse_format(format), parse_scale_layout(scale_layout)};
+            const ExpertShape shape{hidden_size, intermediate_size, num_experts,
+                                    top_k,       first_stripe,      num_stripes};
             new (self) StepServer(shape, {max_step_tokens, spin_us, frame_timeout_ms, send_timeout_ms},
-                                  num_threads, pin_threads, isa, prefill);
+                                  num_threads, pin_threads, isa, format, prefill, scale_layout);
           },
           nb::kw_only(), nb::arg("hidden_size"), nb::arg("intermediate_size"), nb::arg("num_experts"),
           nb::arg("top_k"), nb::arg("first_stripe"), nb::arg("num_stripes"), nb::arg("max_step_tokens"),
@@ -123,8 +132,9 @@ void bind_worker(nb::module_& m) {
           nb::arg("send_timeout_ms") = 60'000, nb::arg("isa") = "auto", nb::arg("format") = "fp9",
           nb::arg("pin_threads") = false, nb::arg("prefill") = "f32", nb::arg("scale_layout") = "block")
       .def("add_layer", &StepServer::add_layer, nb::arg("layer"), nb::arg("units").noconvert(),
+           nb::arg("format") = nb::none(), nb::arg("scale_layout") = nb::none(),
            "Takes the slice's units [E, S, unit_bytes] u8 of a layer, each unit contiguous; kept "
-           "alive, not copied.")
+           "alive, not copied.\nWithout a format of its own a layer has the constructor's.")
       .def("serve", &StepServer::serve, nb::arg("fd"), nb::arg("memory") = nb::none(),
            nb::arg("multicast") = nb::none(), nb::call_guard<nb::gil_scoped_release>(),
            "Serves steps until the connection ends: (reason, message, steps_served), where reason is closed, "
@@ -132,6 +142,7 @@ void bind_worker(nb::module_& m) {
            "malformed or timeout. Steps go through the memory if there is any, and may come by multicast. "
            "Does not close fd.")
       .def_prop_ro("isa", &StepServer::isa)
+      .def_prop_ro("integer", &StepServer::integer, "Name of the multipliers of int8, int4 and mxfp4.")
       .def_prop_ro("prefill", &StepServer::prefill, "f32, or the name of the bf16 multipliers.");
 }
 

@@ -39,6 +39,12 @@ def select_bf16(isa: str) -> str:
         ValueError: there are none, another ISA than avx512, or the variable names none that is there.
     """
 
+def available_integer(isa: str) -> list[str]:
+    """
+    Names of the integer multipliers that go with an instruction set here, from the slowest to the best:
+    scalar, avx2, avx_vnni, avx512_vnni_256, avx512_vnni. DUCK_FORCE_INTEGER names one to use.
+    """
+
 def unit_bytes(hidden_size: int, format: str = "fp9", scale_layout: str = "block") -> int:
     """
     Bytes of one unit (expert, stripe) in a format, scales by block, channel or group.
@@ -108,6 +114,8 @@ class Experts:
     pin_threads each thread stays on a core of its own, the caller's while it computes. With prefill
     bf16, experts of more than 8 rows of a step take x and activations rounded to bf16; experts.h states
     the error, and that a row's result then also depends on whether its expert has more than 8 rows.
+    Weights in int8, int4 or mxfp4 are multiplied with x and activations rounded to bytes by groups, or
+    with activations='f32' as they are, which is slow and there to judge the rounding.
 
     Raises:
         ValueError: sizes or names that make no sense; bf16 where the CPU or the ISA lacks it.
@@ -129,6 +137,7 @@ class Experts:
         pin_threads: bool = False,
         prefill: str = "f32",
         scale_layout: str = "block",
+        activations: str = "int8",
     ) -> None: ...
     def run(
         self,
@@ -138,6 +147,8 @@ class Experts:
         topk_weights: numpy.typing.NDArray[numpy.float32],
         units_first_stripe: int = 0,
         out: numpy.typing.NDArray[numpy.float32] | None = None,
+        format: str | None = None,
+        scale_layout: str | None = None,
     ) -> numpy.typing.NDArray[numpy.float32]:
         """
         The weighted sum of the rows' experts, restricted to the slice: partial sums [T, H] f32.
@@ -146,6 +157,8 @@ class Experts:
             units: [E, any, unit_bytes(H, format, scale_layout)] uint8, the stripes from units_first_stripe on; may be a memory map
             x: [T, H] f32, or bf16 as uint16; topk_ids: [T, K] int32; topk_weights: [T, K] f32
             out, result: [T, H] f32
+
+        format, scale_layout: of these units, where they are not the constructor's.
 
         Raises:
             ValueError: a wrong shape or type, T over max_tokens, K over top_k, an id outside 0..E-1;
@@ -163,6 +176,8 @@ class Experts:
         units: numpy.typing.NDArray[numpy.uint8],
         topk_ids: numpy.typing.NDArray[numpy.int32],
         units_first_stripe: int = 0,
+        format: str | None = None,
+        scale_layout: str | None = None,
     ) -> int:
         """
         Reads the units that run would read for these ids, each once, on the same threads, and computes
@@ -196,6 +211,12 @@ class Experts:
     @property
     def prefill(self) -> str:
         """f32, or the name of the bf16 multipliers: available_bf16()."""
+
+    @property
+    def integer(self) -> str:
+        """
+        Name of the multipliers of int8, int4 and mxfp4: of available_integer().
+        """
 
     @property
     def num_threads(self) -> int: ...
@@ -948,12 +969,15 @@ def experts_server(
     format: str,
     prefill: str,
     scale_layout: str,
+    layer_formats: dict[int, str] = {},
 ) -> LaneServer:
     """
     Whole experts in this process, with threads of their own.
 
     Shapes:
         units: [E, ceil(I/16), unit_bytes(H, format, scale_layout)] uint8 of each layer
+
+    layer_formats: of the layers whose format is not `format`.
 
     Raises:
         ValueError: sizes or names that make no sense.
@@ -1047,9 +1071,12 @@ class StepServer:
         self,
         layer: int,
         units: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None), device="cpu", writable=False)],
+        format: str | None = None,
+        scale_layout: str | None = None,
     ) -> None:
         """
         Takes the slice's units [E, S, unit_bytes] u8 of a layer, each unit contiguous; kept alive, not copied.
+        Without a format of its own a layer has the constructor's.
         """
 
     def serve(
@@ -1061,6 +1088,10 @@ class StepServer:
 
     @property
     def isa(self) -> str: ...
+    @property
+    def integer(self) -> str:
+        """Name of the multipliers of int8, int4 and mxfp4."""
+
     @property
     def prefill(self) -> str:
         """f32, or the name of the bf16 multipliers."""

@@ -163,10 +163,22 @@ void fill_panel(const float* values, uint32_t count, float* panel) {
   for (uint32_t i = 0; i < count; ++i) panel[i % 2 * kPanelOdd + i / 2] = values[i];
 }
 
+// As lane_kernels.h has it, operation by operation, so that the integer kernels round the same activations
+// everywhere.
+float exp_of(float t) {
+  const float n = std::nearbyint(t * 0x1.715476p+0f);
+  const float r = std::fma(n, -0x1.7f7d1cp-20f, std::fma(n, -0x1.62e4p-1f, t));
+  float p = 1.0f / 5040;
+  for (float term : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) {
+    p = std::fma(p, r, term);
+  }
+  return p * from_bits(static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23);
+}
+
 float silu(float g) {
-  const float t = std::fmax(-g, -87.0f);  // e^t is then no denormal
-  const double e = t > 88.0f ? HUGE_VAL : std::exp(static_cast<double>(t));
-  return g / (1.0f + static_cast<float>(e));
+  const float at_most = -g < 88.0f ? -g : 88.0f;  // 88 for NaN, too
+  const float e = exp_of(at_most > -87.0f ? at_most : -87.0f);
+  return g / (1.0f + (-g > 88.0f ? HUGE_VALF : e));
 }
 
 void activate(const float* dots, float weight, float prescale, uint32_t num_channels, float* activations) {
