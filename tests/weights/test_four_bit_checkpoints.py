@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from four_bit import FORMS, Form, Written, gptq
 from random_checkpoint import (
     RandomCheckpoint,
     Tensor,
@@ -27,6 +26,7 @@ from duckllm.weights.grouped import pack_quantised_expert, unpack_quantised_expe
 from duckllm.weights.host_tensors import HostTensors
 from duckllm.weights.safetensors_file import TensorReader
 from duckllm.weights.tensor_check import ModelTensors, find_tensors
+from support.four_bit import FORMS, Form, Written, gptq
 
 SIZES = {
     "hidden_size": 256,

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from four_bit import FORMS, Form, Written, compressed_tensors, gptq, stored
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from duckllm.errors import CheckpointError, UnsupportedModelError
@@ -17,6 +16,7 @@ from duckllm.weights.imports.mxfp4 import powers_of_two
 from duckllm.weights.imports.packed import DequantisedTensor, PackedMatrix, nibbles
 from duckllm.weights.quantisation import Quantisation
 from duckllm.weights.safetensors_file import TensorReader, build_header, read_header
+from support.four_bit import FORMS, Form, Written, compressed_tensors, gptq, stored
 
 # Of out and in; the first two are no multiples of one another, the third has a row of one group.
 SHAPES = [(72, 256), (256, 128), (16, 384)]

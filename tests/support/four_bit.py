@@ -5,16 +5,16 @@ GPTQ's and AWQ's tools need a GPU to be installed; their layouts are written her
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from random_checkpoint import Tensor
 
+Tensor = tuple[str, tuple[int, ...], bytes]  # safetensors' name of the type, the shape, the bytes
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -33,7 +33,12 @@ class Written:
     stored: torch.Tensor
 
 
-Write = Callable[[np.random.Generator, tuple[int, int]], Written]
+class Write(Protocol):
+    """Makes a matrix: a random one, or the nearest that the form has to some weights."""
+
+    def __call__(
+        self, rng: np.random.Generator, shape: tuple[int, int], weights: np.ndarray | None = None
+    ) -> Written: ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,6 @@ class Form:
     write: Write
     format: str
     name: str
-    suffixes: tuple[str, ...] = field(default=())
 
 
 def stored(tensor: torch.Tensor) -> Tensor:
@@ -68,15 +72,28 @@ def stored(tensor: torch.Tensor) -> Tensor:
     return kinds[tensor.dtype], tuple(tensor.shape), plain.numpy().tobytes()
 
 
-def random_parts(
-    rng: np.random.Generator, shape: tuple[int, int], group: int, dtype: torch.dtype, *, has_zeros: bool
+def make_parts(
+    rng: np.random.Generator,
+    shape: tuple[int, int],
+    group: int,
+    dtype: torch.dtype,
+    weights: np.ndarray | None,
+    *,
+    has_zeros: bool,
 ) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
-    """Random codes, zero points and scales [out, in], [out, groups]; every code and zero point occurs."""
+    """Codes, zero points and scales [out, in], [out, groups]: random, so that each occurs, or of weights."""
     rows, columns = shape
     groups = -(-columns // group)
-    codes = rng.integers(0, 16, shape)
-    zeros = rng.integers(0, 16, (rows, groups)) if has_zeros else np.full((rows, groups), 8)
-    scales = torch.from_numpy(rng.uniform(0.5, 1, (rows, groups)) / (8 * columns**0.5)).to(dtype)
+    if weights is None:
+        codes = rng.integers(0, 16, shape)
+        zeros = rng.integers(0, 16, (rows, groups)) if has_zeros else np.full((rows, groups), 8)
+        scales = torch.from_numpy(rng.uniform(0.5, 1, (rows, groups)) / (8 * columns**0.5)).to(dtype)
+        return codes, zeros, scales
+    zeros = rng.integers(6, 10, (rows, groups)) if has_zeros else np.full((rows, groups), 8)
+    largest = np.maximum.reduceat(np.abs(weights), np.arange(0, columns, group), axis=1)
+    scales = torch.from_numpy(largest / 6).to(dtype)
+    of = np.arange(columns) // group
+    codes = np.clip(np.rint(weights / scales.double().numpy()[:, of]) + zeros[:, of], 0, 15).astype(int)
     return codes, zeros, scales
 
 
@@ -126,9 +143,9 @@ def compressed_tensors(
     )
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
 
-    def write(rng: np.random.Generator, shape: tuple[int, int]) -> Written:
+    def write(rng: np.random.Generator, shape: tuple[int, int], weights: np.ndarray | None = None) -> Written:
         span = group or shape[1]
-        codes, zeros, scales = random_parts(rng, shape, span, dtype, has_zeros=not symmetric)
+        codes, zeros, scales = make_parts(rng, shape, span, dtype, weights, has_zeros=not symmetric)
         values = exact(codes, zeros, scales, span)
         whole = {
             "weight": torch.from_numpy(values).float(),
@@ -155,10 +172,17 @@ def mxfp4() -> Form:
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
-    def write(rng: np.random.Generator, shape: tuple[int, int]) -> Written:
+    def write(rng: np.random.Generator, shape: tuple[int, int], weights: np.ndarray | None = None) -> Written:
         rows, columns = shape
-        units = rng.choice(magnitudes, shape) * rng.choice([-1, 1], shape)
         scales = 2.0 ** rng.integers(-9, -4, (rows, columns // 32))
+        if weights is None:
+            units = rng.choice(magnitudes, shape) * rng.choice([-1, 1], shape)
+        else:
+            largest = np.abs(weights).reshape(rows, -1, 32).max(axis=2)
+            scales = 2.0 ** np.ceil(np.log2(largest / 6))
+            each = np.abs(weights) / np.repeat(scales, 32, axis=1)
+            nearest = np.abs(each[..., None] - magnitudes).argmin(axis=-1)
+            units = np.copysign(magnitudes[nearest], weights)
         values = units * np.repeat(scales, 32, axis=1)
         whole = {
             "weight": torch.from_numpy(values).to(torch.bfloat16),
@@ -200,9 +224,9 @@ def gptq(
 ) -> Form:
     """INT4 of GPTQ's tools; ``group`` -1 for one scale a row."""
 
-    def write(rng: np.random.Generator, shape: tuple[int, int]) -> Written:
+    def write(rng: np.random.Generator, shape: tuple[int, int], weights: np.ndarray | None = None) -> Written:
         span = shape[1] if group == -1 else group
-        codes, zeros, scales = random_parts(rng, shape, span, dtype, has_zeros=not symmetric)
+        codes, zeros, scales = make_parts(rng, shape, span, dtype, weights, has_zeros=not symmetric)
         words = _words(zeros.T)
         if version == 1:  # as GPTQModel does it: one less in each nibble, by a subtraction of whole words
             words = (words.view(np.uint32) - np.uint32(0x11111111)).view(np.int32)
@@ -234,9 +258,9 @@ def gptq(
 def awq(group: int) -> Form:
     """INT4 of AWQ's tools for matrix products; ``group`` -1 for one scale a row."""
 
-    def write(rng: np.random.Generator, shape: tuple[int, int]) -> Written:
+    def write(rng: np.random.Generator, shape: tuple[int, int], weights: np.ndarray | None = None) -> Written:
         span = shape[1] if group == -1 else group
-        codes, zeros, scales = random_parts(rng, shape, span, torch.float16, has_zeros=True)
+        codes, zeros, scales = make_parts(rng, shape, span, torch.float16, weights, has_zeros=True)
         tensors = {
             "qweight": _int32(_words(codes.T, AWQ_ORDER)),
             "qzeros": _int32(_words(zeros.T, AWQ_ORDER)),
