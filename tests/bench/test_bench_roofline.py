@@ -7,6 +7,7 @@ import json
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from duckllm.bench.ceilings import Ceiling, Spread
 from duckllm.bench.machine import Caches
 from duckllm.bench.plot import check_plot, draw_roofline, write_plot
 from duckllm.bench.points import Placed, Point
-from duckllm.bench.report import print_roofline
+from duckllm.bench.report import nodes_file_figures, print_roofline
 from duckllm.bench.roofline import (
     CAVEATS,
     Roofline,
@@ -212,6 +213,16 @@ def test_tables_have_every_row_and_the_caveats() -> None:
     assert "8.0 times the last-level cache" in " ".join(lines)
     for caveat in CAVEATS:
         assert caveat in " ".join(lines)
+
+
+def test_a_file_of_nodes_gets_what_a_worker_would_compute_with() -> None:
+    ceilings = [each for each in canned().ceilings if each.operation != "fma" or each.threads == 2]
+    avx2 = next(each for each in ceilings if each.isa == "avx2" and each.operation == "fma")
+    slower = replace(avx2, isa="avx512", variants={"chains": Spread(120, 120, 120)})
+    figures = '    cores = 2\n    isa = "{}"\n    read_gb_per_s = 40.5\n    gflop_per_s = {}'
+    assert nodes_file_figures(canned().ceilings) == figures.format("avx2", 132)
+    assert nodes_file_figures([*ceilings, slower]) == figures.format("avx512", 120)
+    assert nodes_file_figures([each for each in ceilings if each.operation != "fma"]) == ""
 
 
 def test_the_picture_has_the_roofs_and_the_points() -> None:

@@ -49,7 +49,9 @@ def simulate(
             show_default=False,
         ),
     ] = None,
-    rows: Annotated[str, typer.Option(help="Rows of a step.")] = "1,2,8",
+    rows: Annotated[
+        str, typer.Option(help="Rows of a step: tokens computed together, one of each request.")
+    ] = "1,2,8",
     node: Annotated[str, typer.Option(help="What nodes are; duckllm plan --presets lists them.")] = "n100",
     speed: Annotated[
         float | None,
