@@ -85,6 +85,18 @@ def test_offsets_of_an_echo_are_places_in_its_text(server: ServerProcess) -> Non
     assert choice.logprobs.text_offset == [0, 0, 0, 1, 2, 2]
 
 
+def test_offsets_of_a_reply_are_places_in_its_text(server: ServerProcess) -> None:
+    """A control token in a reply is a token and no text; what follows it is where the text has it."""
+    for echo in (False, True):
+        choice = complete(server, "What is a duck?", logprobs=0, echo=echo, max_tokens=5).choices[0]
+        tokens, offsets = choice.logprobs.tokens[-5:], choice.logprobs.text_offset[-5:]
+        assert tokens[0] == "<|assistant|>"
+        begin = len("What is a duck?") if echo else 0
+        assert offsets[:2] == [begin, begin]
+        pairs = zip(tokens[1:], offsets[1:], strict=True)
+        assert all(choice.text.startswith(token, at) for token, at in pairs)
+
+
 def test_an_end_token_is_told_behind_an_echo(server: ServerProcess) -> None:
     """Clients that count from behind, as lm-evaluation-harness, expect each token that was computed."""
     prompt = "<|bos|><|user|>What is a duck?<|assistant|>"

@@ -22,7 +22,14 @@ from duckllm.server.chat_service import ChatService
 from duckllm.server.engine_thread import ReplyStream
 from duckllm.server.errors import ApiError, refuse
 from duckllm.server.openai_models import ServedModel
-from duckllm.server.openai_replies import Tally, legacy_logprobs, new_id, prompt_logprobs, without_end
+from duckllm.server.openai_replies import (
+    ReplyOffsets,
+    Tally,
+    legacy_logprobs,
+    new_id,
+    prompt_logprobs,
+    without_end,
+)
 from duckllm.server.openai_requests import check_model, to_sampling, to_structured_outputs
 from duckllm.server.openai_types import CompletionBody
 from duckllm.server.routing import new_router
@@ -134,7 +141,7 @@ class _Reply:
             "model": model,
             "system_fingerprint": fingerprint,
         }
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, ReplyOffsets] = {}
 
     async def whole(self, params: SamplingParams) -> Response:
         """All of it at its end."""
@@ -257,7 +264,7 @@ class _Reply:
         if logprobs is None or self._body.logprobs is None:
             return text, None
         found = prompt_logprobs(token_ids, logprobs, self._body.logprobs, text, tokenizer)
-        self._offsets[index] = len(text)
+        self._offsets[index] = ReplyOffsets(tokenizer, len(text))
         return text, found
 
     def _logprobs(
@@ -265,13 +272,12 @@ class _Reply:
     ) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
-        offset = self._offsets.get(index, 0)
-        shown = token_ids, logprobs
+        tokenizer = self._service.tokenizer
+        if index not in self._offsets:
+            self._offsets[index] = ReplyOffsets(tokenizer, 0)
         if not self._body.echo:
-            shown = without_end(token_ids, logprobs, self._service.tokenizer)
-        found = legacy_logprobs(*shown, self._body.logprobs, offset)
-        self._offsets[index] = offset + sum(map(len, found["tokens"]))
-        return found
+            token_ids, logprobs = without_end(token_ids, logprobs, tokenizer)
+        return legacy_logprobs(token_ids, logprobs, self._body.logprobs, self._offsets[index].take(token_ids))
 
 
 def _choice(

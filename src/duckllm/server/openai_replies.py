@@ -5,6 +5,7 @@ Called by :mod:`duckllm.server.openai_chat` and :mod:`duckllm.server.openai_comp
 
 from __future__ import annotations
 
+import codecs
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -132,12 +133,14 @@ def prompt_logprobs(
     The first one's are null. ``text`` is the prompt as it is echoed, by whose characters offsets count.
     """
     entries = [each or {} for each in logprobs]
-    found = legacy_logprobs(token_ids[1:], entries[1:], num_top, 0)
+    offsets = _offsets(token_ids, text, tokenizer)
+    found = legacy_logprobs(token_ids[1:], entries[1:], num_top, offsets[1:])
     first = tokenizer.decode(token_ids[:1], skip_special_tokens=False)
     found["tokens"].insert(0, first)
     found["token_logprobs"].insert(0, None)
     found["top_logprobs"].insert(0, None)
-    return {**found, "text_offset": _offsets(token_ids, text, tokenizer)}
+    found["text_offset"].insert(0, offsets[0])
+    return found
 
 
 def _offsets(token_ids: Sequence[int], text: str, tokenizer: Tokenizer) -> list[int]:
@@ -167,16 +170,16 @@ def _continues(byte: int) -> bool:
 
 
 def legacy_logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]], num_top: int, offset: int
+    token_ids: Sequence[int],
+    logprobs: Sequence[dict[int, Logprob]],
+    num_top: int,
+    offsets: Sequence[int],
 ) -> dict[str, Any]:
-    """The ``logprobs`` of the completions API; the text of the first token begins at ``offset``."""
-    tokens, offsets = [], []
-    for token_id, at in zip(token_ids, logprobs, strict=True):
-        tokens.append(at[token_id].decoded_token or "")
-        offsets.append(offset)
-        offset += len(tokens[-1])
+    """The ``logprobs`` of the completions API, with where each token begins in the text."""
     return {
-        "tokens": tokens,
+        "tokens": [
+            at[token_id].decoded_token or "" for token_id, at in zip(token_ids, logprobs, strict=True)
+        ],
         "token_logprobs": [
             finite(at[token_id].logprob) for token_id, at in zip(token_ids, logprobs, strict=True)
         ],
@@ -184,8 +187,34 @@ def legacy_logprobs(
             {other.decoded_token: finite(other.logprob) for _, other in _likeliest(at, num_top)}
             for at in logprobs
         ],
-        "text_offset": offsets,
+        "text_offset": list(offsets),
     }
+
+
+class ReplyOffsets:
+    """Where each token of a reply begins in its text, in characters; in the midst of one, where that begins.
+
+    Special tokens, which a reply's text leaves out, take no room.
+
+    Args:
+        tokenizer: Of the model.
+        begin: Characters before the reply: those of a prompt that is echoed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, begin: int) -> None:
+        self._tokenizer, self._num_chars, self._is_first = tokenizer, begin, True
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def take(self, token_ids: Sequence[int]) -> list[int]:
+        """Of the tokens that come next."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._num_chars)
+            if token_id not in self._tokenizer.special_token_ids:
+                data = self._tokenizer.bytes_in_text(token_id, first=self._is_first)
+                self._num_chars += len(self._utf8.decode(data))
+                self._is_first = False
+        return offsets
 
 
 def finite(logprob: float) -> float:
