@@ -69,6 +69,7 @@ def test_examples_are_flocks(name: str) -> None:
         ({"nodes": [{"preset": "n100", "read_gb_per_s": "35"}]}, "nodes[0].read_gb_per_s"),
         ({"nodes": [{"preset": "n100", "memory_gib": -1}]}, "nodes[0].memory_gib"),
         ({"nodes": [{"preset": "n100", "memory_gib": float("nan")}]}, "nodes[0].memory_gib"),
+        ({"nodes": [{"preset": "n100", "read_gb_per_s": 1e-300}]}, "nodes[0].read_gb_per_s"),
         ({"nodes": [{"preset": "n100", "cores": 2.5}]}, "nodes[0].cores"),
         ({"nodes": [{"preset": "n100", "isa": "neon"}]}, "nodes[0].isa"),
         ({"nodes": [{"preset": "n100", "ram": 8}]}, "nodes[0].ram"),

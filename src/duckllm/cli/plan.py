@@ -259,8 +259,8 @@ def _check_numbers(draft: str, max_step_tokens: int, host_speed: float | None) -
         raise ConfigError("draft", draft, "auto or off")
     if not 1 <= max_step_tokens <= MAX_STEP_TOKENS:
         raise ConfigError("max_step_tokens", max_step_tokens, f"a number from 1 to {MAX_STEP_TOKENS}")
-    if host_speed is not None and not 0 < host_speed < 1e6:
-        raise ConfigError("host_speed", host_speed, "GB/s of the host, above 0")
+    if host_speed is not None and not 1e-3 <= host_speed < 1e6:
+        raise ConfigError("host_speed", host_speed, "GB/s of the host, from 0.001 to below 1000000")
 
 
 def _count_nodes(asked: int | None, facts: dict[str, list[Any]]) -> int | None:

@@ -20,7 +20,7 @@ from duckllm.forecast.presets import CARDS, COMPUTERS
 GIB = 1 << 30
 ISAS = ("scalar", "avx2", "avx512")
 _MOST_BYTES = 1 << 20
-_MOST = 1e6
+_LEAST, _MOST = 1e-3, 1e6
 _NUMBERS = ("read_gb_per_s", "gflop_per_s", "memory_gib", "link_gbit_per_s")
 _OF_COMPUTER = ("preset", "name", "cores", "isa", "round_trip_us", "machine", *_NUMBERS)
 _NEEDED = ("cores", *_NUMBERS)
@@ -192,8 +192,8 @@ def _table(where: str, found: Any, known: tuple[str, ...] | None) -> Mapping[str
 
 
 def _number(where: str, value: Any) -> float:
-    if type(value) not in (int, float) or not 0 < value < _MOST:
-        raise ConfigError(where, value, f"a number above 0 and below {_MOST:.0f}")
+    if type(value) not in (int, float) or not _LEAST <= value < _MOST:
+        raise ConfigError(where, value, f"a number from {_LEAST} to below {_MOST:.0f}")
     return float(value)
 
 
