@@ -5,6 +5,7 @@
 namespace duck {
 void bind_kernels(nanobind::module_& m);
 void bind_linear(nanobind::module_& m);
+void bind_grouped(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
 void bind_rowwise(nanobind::module_& m);
 void bind_wire(nanobind::module_& m);
@@ -25,6 +26,7 @@ NB_MODULE(_native, m) {
       "machine's ceilings.";
   duck::bind_kernels(m);
   duck::bind_linear(m);
+  duck::bind_grouped(m);
   duck::bind_attention(m);
   duck::bind_rowwise(m);
   duck::bind_wire(m);

@@ -112,7 +112,7 @@ def pack_quantised_expert(expert: QuantisedExpert, weight_format: str) -> U8:
     Raises:
         WeightFormatError: The format has no place for the expert: names the matrix, what it has and what is
             expected.
-    Reference: docs/weight-format.md.
+    Reference: docs/weight-format.md; the native twin is :func:`duckllm.weights.pack.pack_quantised`.
     """
     row = codes_of(weight_format)
     intermediate, hidden = expert.gate.codes.shape

@@ -20,6 +20,7 @@ from duckllm.weights.checkpoint import FP8
 from duckllm.weights.e4m3 import U8, QuantisationError
 from duckllm.weights.files import AtomicFile
 from duckllm.weights.formats import num_stripes, unit_bytes
+from duckllm.weights.grouped import QuantisedExpert, check_expert, scale_words
 from duckllm.weights.imports.packed import tensor_chunks
 from duckllm.weights.layout import ModelLayout
 from duckllm.weights.manifest import ExpertLayer, HostFile
@@ -95,6 +96,26 @@ def pack_units(expert: ExpertWeights, weight_format: str, scale_layout: str = "b
         expert.down_scales,
         format=weight_format,
         scale_layout=scale_layout,
+    )
+
+
+def pack_quantised(expert: QuantisedExpert, weight_format: str) -> U8:
+    """All units of one expert of 4-bit codes, stripe by stripe, by the native packer.
+
+    Shapes: result: [S_total, unit_bytes(H, weight_format)] u8, contiguous.
+
+    Raises:
+        WeightFormatError: The format has no place for the expert.
+    Reference: :func:`duckllm.weights.grouped.pack_quantised_expert`, byte for byte.
+    """
+    check_expert(expert, weight_format)
+    matrices = (expert.gate, expert.up, expert.down)
+    return _native.pack_grouped_units(
+        [np.ascontiguousarray(matrix.codes) for matrix in matrices],
+        [scale_words(np.ascontiguousarray(matrix.scales), matrix.scale_type) for matrix in matrices],
+        [None if matrix.zeros is None else np.ascontiguousarray(matrix.zeros) for matrix in matrices],
+        [matrix.group_size for matrix in matrices],
+        weight_format,
     )
 
 
