@@ -294,6 +294,71 @@ class LinearRuntime:
     @property
     def max_in_features(self) -> int: ...
 
+def quantise_int8_blocks(
+    weights: numpy.typing.NDArray[numpy.float32],
+) -> tuple[
+    numpy.typing.NDArray[numpy.uint8], numpy.typing.NDArray[numpy.float32], tuple[float, float, float, int]
+]:
+    """
+    Quantises f32 weights to bytes q + 128 with one scale, amax / 127, per 128x128 block.
+
+    Shapes:
+        weights: [R, C] f32
+        result: ([R, C] uint8, [ceil(R/128), ceil(C/128)] f32, sums: squared error, squared source,
+            largest error over its block's largest weight, weights that became 0)
+
+    Raises:
+        ValueError: a weight is not finite (with their count).
+
+    Reference:
+        duckllm.weights.rounding, byte for byte
+    """
+
+def quantise_int4_groups(
+    weights: numpy.typing.NDArray[numpy.float32],
+    group_size: int,
+    scale_type: str = "f16",
+    importance: numpy.typing.NDArray[numpy.float32] | None = None,
+    isa: str = "auto",
+) -> tuple[
+    numpy.typing.NDArray[numpy.uint8], numpy.typing.NDArray[numpy.uint16], tuple[float, float, float, int]
+]:
+    """
+    Quantises f32 weights to codes q + 8 with a 16-bit scale per group along the columns, searched for
+    the least squared error, weighted by the importance of columns; csrc/kernels/quantise.h says how.
+
+    Shapes:
+        weights: [R, C] f32; importance: [C] f32
+        result: ([R, C] uint8, [R, ceil(C/group_size)] uint16, sums as of quantise_int8_blocks)
+
+    Raises:
+        ValueError: a weight is not finite (with their count), or an argument is out of range.
+
+    Reference:
+        duckllm.weights.rounding, byte for byte
+    """
+
+def pack_grouped_units(
+    codes: list[numpy.typing.NDArray[numpy.uint8]],
+    scale_words: list[numpy.typing.NDArray[numpy.uint16]],
+    zeros: list[numpy.typing.NDArray[numpy.uint8] | None],
+    group_sizes: list[int],
+    format: str,
+) -> numpy.typing.NDArray[numpy.uint8]:
+    """
+    Packs one expert of 4-bit codes, its gate, up and down, into units of a format of groups.
+
+    Shapes:
+        codes: [I, H], [I, H], [H, I] uint8, 0 to 15; scale_words, zeros: [rows, groups]
+        result: [ceil(I/16), unit_bytes(H, format, 'group')] uint8
+
+    Raises:
+        ValueError: a wrong shape, type or size of groups, or zero points that the format has not.
+
+    Reference:
+        duckllm.weights.grouped, byte for byte
+    """
+
 class StepContexts:
     """
     The rows of a step by the contexts that they belong to, and where these lie.

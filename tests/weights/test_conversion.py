@@ -328,6 +328,6 @@ def test_a_destination_in_the_source_is_refused(tmp_path: Path, place: str) -> N
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "src")
-    with pytest.raises(ConfigError, match="format: got 'fp4', expected one of fp9, fp8"):
+    with pytest.raises(ConfigError, match="format: got 'fp4', expected one of auto, fp9, fp8, int8, int4"):
         convert(tmp_path / "src", tmp_path / "dst", weight_format="fp4")
     assert not (tmp_path / "dst").exists()

@@ -17,7 +17,7 @@ from duckllm.weights import pack, reader
 from duckllm.weights.architectures import layout_of
 from duckllm.weights.convert import convert
 from duckllm.weights.files import AtomicFile
-from duckllm.weights.formats import unit_bytes
+from duckllm.weights.formats import LayerFormat, unit_bytes
 from duckllm.weights.manifest import Manifest
 from duckllm.weights.reader import ExpertFile
 from duckllm.weights.safetensors_file import TensorInfo, TensorReader, read_header
@@ -81,17 +81,21 @@ def test_experts_with_a_scale_for_each_channel(manifest: Manifest, tmp_path: Pat
     class Given:
         scale_layout = "channel"
 
+        def kept_format(self, _layer: int) -> str:
+            return ""
+
         def read(self, _reader: TensorReader, _layer: int, expert: int) -> tuple[ExpertWeights, None]:
             return experts[expert], None
 
     layout = layout_of(config(moe_intermediate_size=100), {"model.layers.4.": None})
     path, told = tmp_path / "experts-00001.safetensors", []
     with AtomicFile(path) as out, TensorReader() as tensors:
-        entry, error = pack.write_expert_file(out, tensors, Given(), layout, 1, "fp8", told.append)
+        form = LayerFormat("fp8", "channel")
+        entry, error = pack.write_expert_file(out, tensors, Given(), layout, 1, form, told.append)
         out.commit()
     assert error is None
     assert path.stat().st_size == entry.bytes == sum(told)
-    assert entry.bytes == pack.expert_file_bytes(layout, 1, "fp8", "channel")
+    assert entry.bytes == pack.expert_file_bytes(layout, 1, form)
     channel = replace(
         manifest,
         format="fp8",

@@ -18,6 +18,7 @@ from duckllm.config import show_size
 from duckllm.weights.checkpoint import load_json
 from duckllm.weights.console import ConsoleProgress
 from duckllm.weights.convert import convert as convert_checkpoint
+from duckllm.weights.layer_formats import QUANTISED_FORMATS, in_words
 from duckllm.weights.manifest import Manifest
 from duckllm.weights.resolve import find_model
 
@@ -35,17 +36,48 @@ def convert(
         Path, typer.Argument(help="Folder to write; made if absent.", show_default=False, readable=False)
     ],
     weight_format: Annotated[
-        str, typer.Option("--format", help="Format of the expert weights: fp9 or fp8.")
-    ] = "fp9",
+        str,
+        typer.Option(
+            "--format",
+            help="Format of the expert weights: fp9 or fp8, which hold the same; int8, int4 or int4-bf16, "
+            "which round them; auto keeps what a checkpoint has in 4 bits, and makes fp9 of others.",
+        ),
+    ] = "auto",
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--keep",
+            help="Layers in another format: FORMAT:LAYERS, the layers first, last, mtp, or numbers: "
+            "fp8:first,last,mtp or int8:3-7,12. Given twice, both count. With 4 bits fp8:mtp, unless none.",
+            show_default=False,
+        ),
+    ] = None,
+    importance: Annotated[
+        Path | None,
+        typer.Option(
+            "--importance",
+            help="A file of duckllm calibrate: which errors of rounding to 4 bits matter.",
+            show_default=False,
+            readable=False,
+        ),
+    ] = None,
+    requantise: Annotated[
+        bool,
+        typer.Option("--requantise", help="Round 4-bit experts of the checkpoint to the --format, too."),
+    ] = False,
     verify: Annotated[
         bool,
         typer.Option("--verify", help="Read everything again and compare it with the source, bit for bit."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as one JSON object.")] = False,
 ) -> None:
-    """Convert a checkpoint into a model folder that workers can map.
+    r"""Convert a checkpoint into a model folder that workers can map.
 
     An interrupted conversion goes on where it stopped when the same command is given again.
+
+    \b
+      duckllm convert deepseek-ai/DeepSeek-V3.2 ds-fp9
+      duckllm convert deepseek-ai/DeepSeek-V3.2 ds-int4 --format int4 --keep fp8:first,last,mtp
     """
     start_s = time.monotonic()
     try:
@@ -55,6 +87,9 @@ def convert(
                 place.folder,
                 dst,
                 weight_format=weight_format,
+                keep=keep or None,
+                importance=importance,
+                requantise=requantise,
                 verify=verify,
                 progress=progress,
                 origin=place.origin,
@@ -74,6 +109,7 @@ def summary(manifest: Manifest, verified: bool, seconds: float) -> dict[str, obj
         "folder": str(manifest.folder),
         "architecture": manifest.architecture,
         "format": manifest.format,
+        "layer_formats": in_words(manifest.layer_formats()),
         "source_dtype": manifest.source.get("dtype"),
         "hub_id": manifest.source.get("hub_id"),
         "revision": manifest.source.get("revision"),
@@ -82,7 +118,9 @@ def summary(manifest: Manifest, verified: bool, seconds: float) -> dict[str, obj
         "expert_bytes": sum(entry.bytes for entry in manifest.expert_layers.values()),
         "host_bytes": sum(entry.bytes for entry in manifest.host_files.values()),
         "host_dequantised": manifest.source.get("host_dequantised"),
+        "importance": manifest.source.get("importance"),
         "requantised": manifest.source.get("requantised", "") if error else "",
+        "rounded_to": _rounded_to(manifest) if error else "",
         "rms_relative_error": error["rms_relative"] if error else 0.0,
         "max_relative_error": error["max_relative"] if error else 0.0,
         "flushed_to_zero": error["flushed"] if error else 0,
@@ -90,6 +128,13 @@ def summary(manifest: Manifest, verified: bool, seconds: float) -> dict[str, obj
         "model_hash": manifest.model_hash,
         "seconds": round(seconds, 3),
     }
+
+
+def _rounded_to(manifest: Manifest) -> str:
+    """What the weights were rounded to: formats, or ``"e4m3"``."""
+    formats = dict.fromkeys(manifest.layer_formats().values())
+    rounded = [name for name in formats if name in QUANTISED_FORMATS]
+    return " and ".join(rounded) or "e4m3"
 
 
 def describe(outcome: dict[str, object]) -> str:
@@ -104,7 +149,7 @@ def describe(outcome: dict[str, object]) -> str:
     origin = f" of {outcome['hub_id']} at {outcome['revision']}" if outcome["hub_id"] else ""
     lines = [
         f"{outcome['folder']}: {outcome['architecture']}, "
-        f"{outcome['format']} from {outcome['source_dtype']}{origin}, "
+        f"{outcome['layer_formats']} from {outcome['source_dtype']}{origin}, "
         f"{outcome['moe_layers']} MoE layers{mtp}, {show_size(expert_bytes)} of experts, "
         f"{show_size(host_bytes)} for the host, {outcome['seconds']} s{checked}",
     ]
@@ -117,8 +162,13 @@ def describe(outcome: dict[str, object]) -> str:
     if outcome["rms_relative_error"]:
         requantised = outcome["requantised"]
         why = f" again, as the checkpoint has {requantised}" if requantised else ""
+        rounded_to = outcome["rounded_to"]
+        assert isinstance(rounded_to, str)
         lines.append(
-            f"rounded to e4m3{why}: rms error {outcome['rms_relative_error']:.3%} of the weights' rms, "
+            f"rounded to {rounded_to}: rms error {outcome['rms_relative_error']:.3%} of the weights' rms, "
+            f"{outcome['flushed_to_zero']} weights became zero"
+            if rounded_to != "e4m3"
+            else f"rounded to e4m3{why}: rms error {outcome['rms_relative_error']:.3%} of the weights' rms, "
             f"at most {outcome['max_relative_error']:.1%} of a weight in the normal range, "
             f"{outcome['flushed_to_zero']} weights became zero"
         )

@@ -12,14 +12,13 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import duckllm
-from duckllm.config import LOSSLESS_FORMATS
 from duckllm.errors import CheckpointError, ConfigError, DiskSpaceError
 from duckllm.weights.architectures import layout_of
 from duckllm.weights.checkpoint import MODELOPT_FILE, Checkpoint
@@ -34,12 +33,20 @@ from duckllm.weights.files import (
     model_errors,
     write_atomically,
 )
-from duckllm.weights.formats import num_stripes, unit_bytes
+from duckllm.weights.formats import FORMATS, LayerFormat, num_stripes
+from duckllm.weights.importance import ImportanceFile
 from duckllm.weights.imports.packed import dequantised_summary
+from duckllm.weights.layer_formats import LayerNumbers, layer_formats, main_format
 from duckllm.weights.layout import ModelLayout
 from duckllm.weights.manifest import MANIFEST_FILE, HostFile, Manifest
 from duckllm.weights.pack import expert_file_bytes, host_file_bytes, write_expert_file, write_host_file
-from duckllm.weights.progress_file import PROGRESS_FILE, Entry, ProgressFile
+from duckllm.weights.progress_file import (
+    PROGRESS_FILE,
+    Entry,
+    ProgressFile,
+    recipe_in_words,
+    recipe_of,
+)
 from duckllm.weights.safetensors_file import DTYPE_BYTES, TensorInfo, TensorReader
 from duckllm.weights.tensor_check import ModelTensors, find_tensors
 from duckllm.weights.verify import verify_conversion
@@ -92,14 +99,28 @@ class _Model:
     checkpoint: Checkpoint
     layout: ModelLayout
     tensors: ModelTensors
+    formats: Mapping[int, str]
+    importance: ImportanceFile | None
     origin: Mapping[str, str]
+
+    @property
+    def recipe(self) -> str:
+        """What its experts are made into, as text."""
+        return recipe_in_words(self.formats, "" if self.importance is None else self.importance.sha256)
+
+    def form(self, layer: int) -> LayerFormat:
+        """How a layer's experts are stored."""
+        return LayerFormat.of(self.formats[layer], self.tensors.experts.scale_layout)
 
 
 def convert(
     src: str | Path,
     dst: str | Path,
     *,
-    weight_format: str = "fp9",
+    weight_format: str = "auto",
+    keep: Sequence[str] | None = None,
+    importance: str | Path | None = None,
+    requantise: bool = False,
     verify: bool = False,
     progress: Progress | None = None,
     origin: Mapping[str, str] | None = None,
@@ -109,7 +130,12 @@ def convert(
     Args:
         src: Hugging Face checkpoint folder.
         dst: Folder to write; made if absent. A conversion of this checkpoint in it is completed or kept.
-        weight_format: Format of the expert weights, ``"fp9"`` or ``"fp8"``; both hold the same weights.
+        weight_format: Format of the expert weights. ``"auto"`` keeps 4-bit experts as the checkpoint has them
+            and makes fp9 of others; ``"fp9"`` and ``"fp8"`` hold the same weights; ``"int8"``, ``"int4"`` and
+            ``"int4-bf16"`` round them.
+        keep: Layers in another format, as :func:`duckllm.weights.layer_formats.layer_formats` takes them.
+        importance: A file of ``duckllm calibrate`` that says which errors of rounding to 4 bits matter.
+        requantise: Whether 4-bit experts of the checkpoint may be rounded to another format.
         verify: Read everything again and compare it with the source, bit for bit.
         progress: Called with what is being done, bytes done and bytes in all, often.
         origin: Where the folder is from, for the manifest's ``source``: ``hub_id`` and ``revision``.
@@ -123,38 +149,39 @@ def convert(
     """
     source, destination = Path(src), Path(dst)
     report = progress or (lambda stage, done, total: None)
-    if weight_format not in LOSSLESS_FORMATS:
-        raise ConfigError("format", weight_format, "one of " + ", ".join(LOSSLESS_FORMATS))
     with _disk_errors(destination):
         _check_places(source, destination)
     checkpoint = Checkpoint.open(source)
     layout = layout_of(checkpoint.config, checkpoint.tensors)
-    model = _Model(checkpoint, layout, find_tensors(checkpoint, layout), dict(origin or {}))
+    tensors = find_tensors(checkpoint, layout)
+    numbers = LayerNumbers(layout.moe_layers, checkpoint.config["num_hidden_layers"])
+    kept = {layer: tensors.experts.kept_format(layer) for layer in layout.moe_layers}
+    formats = layer_formats(numbers, kept, weight_format=weight_format, keep=keep, requantise=requantise)
+    weights = None if importance is None else _open_importance(importance, layout, kept, formats)
+    model = _Model(checkpoint, layout, tensors, formats, weights, dict(origin or {}))
     with model_errors(source):
         fingerprint = checkpoint.fingerprint()
     with _disk_errors(destination):
-        manifest = _finished(destination, fingerprint, weight_format)
+        manifest = _finished(destination, fingerprint, model.recipe)
     if manifest is None:
-        manifest = _convert_locked(model, destination, fingerprint, weight_format, report)
+        manifest = _convert_locked(model, destination, fingerprint, report)
     with _disk_errors(destination):
         _copy_files(source, destination)
     if verify:
-        verify_conversion(checkpoint, layout, model.tensors.experts, manifest, report)
+        verify_conversion(checkpoint, layout, model.tensors.experts, manifest, report, weights)
     return manifest
 
 
-def _convert_locked(
-    model: _Model, destination: Path, fingerprint: str, weight_format: str, report: Progress
-) -> Manifest:
+def _convert_locked(model: _Model, destination: Path, fingerprint: str, report: Progress) -> Manifest:
     made = not destination.exists()
     try:
         with _disk_errors(destination):
             destination.mkdir(parents=True, exist_ok=True)
             with FolderLock(destination, lambda: report("waiting for another conversion", 0, 1)):
-                manifest = _finished(destination, fingerprint, weight_format)
+                manifest = _finished(destination, fingerprint, model.recipe)
                 if manifest is not None:
                     return manifest
-                state = _open_state(destination, fingerprint, weight_format)
+                state = _open_state(destination, fingerprint, model.recipe)
                 return _convert_files(model, state, report)
     finally:
         if made:
@@ -171,7 +198,7 @@ def _check_places(source: Path, destination: Path) -> None:
         raise ConfigError("dst", str(destination), f"a folder outside the source, {source}")
 
 
-def _finished(destination: Path, fingerprint: str, weight_format: str) -> Manifest | None:
+def _finished(destination: Path, fingerprint: str, recipe: str) -> Manifest | None:
     """The manifest, if this very conversion is complete in the folder.
 
     Raises:
@@ -184,15 +211,15 @@ def _finished(destination: Path, fingerprint: str, weight_format: str) -> Manife
         manifest = Manifest.load(destination)
         if manifest.source.get("fingerprint") != fingerprint:
             raise ConfigError(field, str(destination), wanted, "it holds another model")
-        if manifest.format != weight_format:
-            raise ConfigError(field, str(destination), wanted, f"it holds one in {manifest.format}")
+        if recipe_of(manifest) != recipe:
+            raise ConfigError(field, str(destination), wanted, f"it holds one in {recipe_of(manifest)}")
         return None if manifest.file_problems() else manifest
     state = ProgressFile.load(destination)
     if state is not None:
         if state.fingerprint != fingerprint:
             raise ConfigError(field, str(destination), wanted, "it holds a part of another model")
-        if state.weight_format != weight_format:
-            held = f"it holds a part of one in {state.weight_format}"
+        if state.recipe != recipe:
+            held = f"it holds a part of one in {state.recipe}"
             raise ConfigError(field, str(destination), wanted, held)
         return None
     ours = (LOCK_FILE, f".{PROGRESS_FILE}{PARTIAL_SUFFIX}")
@@ -201,14 +228,14 @@ def _finished(destination: Path, fingerprint: str, weight_format: str) -> Manife
     return None
 
 
-def _open_state(destination: Path, fingerprint: str, weight_format: str) -> ProgressFile:
+def _open_state(destination: Path, fingerprint: str, recipe: str) -> ProgressFile:
     """What is finished already; a manifest whose files were damaged becomes progress again."""
     if (destination / MANIFEST_FILE).is_file():
         state = ProgressFile.from_manifest(Manifest.load(destination))
         state.save()
         (destination / MANIFEST_FILE).unlink()
         return state
-    return ProgressFile.load(destination) or ProgressFile(destination, fingerprint, weight_format)
+    return ProgressFile.load(destination) or ProgressFile(destination, fingerprint, recipe)
 
 
 @contextmanager
@@ -228,7 +255,8 @@ def _disk_errors(destination: Path) -> Iterator[None]:
 
 def _convert_files(model: _Model, state: ProgressFile, report: Progress) -> Manifest:
     source, layout, experts = model.checkpoint.folder, model.layout, model.tensors.experts
-    folder, plan = state.folder, plan_files(model.tensors, layout, state.weight_format)
+    forms = {layer: model.form(layer) for layer in layout.moe_layers}
+    folder, plan = state.folder, plan_files(model.tensors, layout, forms)
     total, done = sum(file.num_bytes for file in plan), 0
     state.drop_damaged(lambda name: report(f"checking {name}", 0, total))
     for partial in folder.glob(f".*{PARTIAL_SUFFIX}"):
@@ -253,7 +281,9 @@ def _convert_files(model: _Model, state: ProgressFile, report: Progress) -> Mani
                     entry = write_host_file(out, reader, file.tensors, on_bytes)
                 else:
                     entry, error = write_expert_file(
-                        out, reader, experts, layout, file.layer, state.weight_format, on_bytes
+                        *(out, reader, experts, layout, file.layer, model.form(file.layer)),
+                        on_bytes,
+                        model.importance,
                     )
                 out.sync()
                 state.add(file.name, entry, error)
@@ -294,18 +324,24 @@ def _check_room(folder: Path, files: list[PlannedFile], copied: list[Path]) -> N
 
 def _manifest(model: _Model, state: ProgressFile, plan: list[PlannedFile]) -> Manifest:
     layout, experts = model.layout, model.tensors.experts
+    main = main_format(model.formats)
+    main_form = LayerFormat.of(main, experts.scale_layout)
     host_files, expert_layers = {}, {}
     for file in plan:
         entry = state.entries[file.name]
         if isinstance(entry, HostFile):
             host_files[file.name] = entry
         elif file.layer is not None:
+            form = model.form(file.layer)
+            if form.format != main:
+                entry = replace(entry, format=form.format, scale_layout=form.scale_layout)
             expert_layers[file.layer] = entry
     source: dict[str, Any] = {
         **model.origin,
         "fingerprint": state.fingerprint,
         "dtype": experts.dtype,
         "requantised": experts.requantised,
+        **({} if model.importance is None else {"importance": model.importance.sha256}),
         "quantisation_error": None,
         "host_dequantised": dequantised_summary(model.tensors.host),
     }
@@ -322,7 +358,7 @@ def _manifest(model: _Model, state: ProgressFile, plan: list[PlannedFile]) -> Ma
         }
     return Manifest(
         folder=state.folder,
-        format=state.weight_format,
+        format=main,
         architecture=layout.architecture,
         model_type=layout.model_type,
         source=source,
@@ -331,8 +367,8 @@ def _manifest(model: _Model, state: ProgressFile, plan: list[PlannedFile]) -> Ma
         num_experts=layout.num_experts,
         num_experts_per_tok=layout.num_experts_per_tok,
         num_stripes=num_stripes(layout.moe_intermediate_size),
-        unit_bytes=unit_bytes(layout.hidden_size, state.weight_format, experts.scale_layout),
-        scale_layout=experts.scale_layout,
+        unit_bytes=main_form.unit_bytes(layout.hidden_size),
+        scale_layout=main_form.scale_layout,
         config_sha256=hash_file(state.folder / "config.json"),
         host_files=host_files,
         expert_layers=expert_layers,
@@ -340,7 +376,18 @@ def _manifest(model: _Model, state: ProgressFile, plan: list[PlannedFile]) -> Ma
     )
 
 
-def plan_files(tensors: ModelTensors, layout: ModelLayout, weight_format: str) -> list[PlannedFile]:
+def _open_importance(
+    path: str | Path, layout: ModelLayout, kept: Mapping[int, str], formats: Mapping[int, str]
+) -> ImportanceFile:
+    """The calibration, where there is rounding that it could weight."""
+    if not any(FORMATS[name].grouped and name != kept[layer] for layer, name in formats.items()):
+        raise ConfigError("importance", str(path), "nothing with a format that rounds nothing to 4 bits")
+    return ImportanceFile.open(path, layout)
+
+
+def plan_files(
+    tensors: ModelTensors, layout: ModelLayout, forms: Mapping[int, LayerFormat]
+) -> list[PlannedFile]:
     """The files to write, in order: per layer its host tensors, then its experts; the rest last."""
     by_layer: dict[int | None, list[TensorInfo]] = {}
     for info in tensors.host:
@@ -350,7 +397,7 @@ def plan_files(tensors: ModelTensors, layout: ModelLayout, weight_format: str) -
         if layer in by_layer:
             files.append(_planned_host_file(f"host-{layer:05d}.safetensors", by_layer[layer]))
         if layer in layout.moe_layers:
-            num_bytes = expert_file_bytes(layout, layer, weight_format, tensors.experts.scale_layout)
+            num_bytes = expert_file_bytes(layout, layer, forms[layer])
             files.append(PlannedFile(f"experts-{layer:05d}.safetensors", num_bytes, layer))
     files.append(_planned_host_file(OTHER_HOST_FILE, by_layer.get(None, [])))
     return files

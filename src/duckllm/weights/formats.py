@@ -160,6 +160,28 @@ def unit_bytes(hidden_size: int, weight_format: str, scale_layout: str = "block"
     return unit_scale_bytes(hidden_size, weight_format, scale_layout) + records
 
 
+@dataclass(frozen=True)
+class LayerFormat:
+    """How a layer's experts are stored.
+
+    Args:
+        format: A name in :data:`duckllm.weights.formats.FORMATS`.
+        scale_layout: Layout of their scales, one of the format's.
+    """
+
+    format: str
+    scale_layout: str
+
+    @classmethod
+    def of(cls, weight_format: str, scale_layout: str) -> LayerFormat:
+        """A format with a layout of scales where it has that, else with its own."""
+        return cls(weight_format, layout_in(weight_format, scale_layout))
+
+    def unit_bytes(self, hidden_size: int) -> int:
+        """Bytes of one unit."""
+        return unit_bytes(hidden_size, self.format, self.scale_layout)
+
+
 def bits_per_weight(weight_format: str) -> float:
     """Bits of a weight with all its scales, where H is large and a multiple of 128, in the layout block."""
     many = 128 * 1024

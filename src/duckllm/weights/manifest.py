@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from duckllm.errors import (
 from duckllm.weights.checkpoint import list_problems, load_json
 from duckllm.weights.e4m3 import SCALE_BLOCK, QuantisationError
 from duckllm.weights.files import hash_file, model_errors
-from duckllm.weights.formats import FORMATS, num_stripes, unit_bytes
+from duckllm.weights.formats import FORMATS, LayerFormat, num_stripes, unit_bytes
 from duckllm.weights.json_values import is_plain_name, is_sha256
 
 MANIFEST_FILE = "duck.json"
@@ -46,11 +46,21 @@ class HostFile:
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """A layer's expert file: name, length in bytes, and per stripe the SHA-256 over all experts' units."""
+    """A layer's expert file.
+
+    Args:
+        file: Its name.
+        bytes: Its length.
+        stripe_sha256: Per stripe the SHA-256 over all experts' units.
+        format: The format of its experts where that is not the model's; else empty.
+        scale_layout: The layout of their scales there; empty with the format.
+    """
 
     file: str
     bytes: int
     stripe_sha256: tuple[str, ...]
+    format: str = ""
+    scale_layout: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,8 @@ class Manifest:
 
     Args:
         folder: Where it lies.
-        format: Weight format of the experts, a name in :data:`duckllm.weights.formats.FORMATS`.
+        format: Weight format of the experts of most layers, a name in
+            :data:`duckllm.weights.formats.FORMATS`; a layer may have another (:meth:`layer_format`).
         architecture: Hugging Face's class name.
         model_type: config.json's model_type.
         source: What it was converted from: fingerprint, dtype and, where weights were rounded, how far.
@@ -68,13 +79,13 @@ class Manifest:
         num_experts: E.
         num_experts_per_tok: K.
         num_stripes: Stripes of a whole expert, ceil(I / 16).
-        unit_bytes: Bytes of one unit = (expert, stripe).
+        unit_bytes: Bytes of one unit = (expert, stripe) in that format.
         config_sha256: SHA-256 of config.json.
         host_files: Host tensors, by file name.
         expert_layers: Expert files, by layer.
         created_by: The program that wrote it.
-        scale_layout: Which weights of an expert share a scale: ``"block"``, 128 x 128 of them, or
-            ``"channel"``, a row of a matrix.
+        scale_layout: Which weights of an expert share a scale: ``"block"``, 128 x 128 of them,
+            ``"channel"``, a row of a matrix, or ``"group"``, some of a row.
         format_version: Version of this file's layout.
         model_hash: SHA-256 over everything above that defines the content.
     """
@@ -182,12 +193,32 @@ class Manifest:
                     "file": entry.file,
                     "bytes": entry.bytes,
                     "stripe_sha256": list(entry.stripe_sha256),
+                    **({"format": entry.format} if entry.format else {}),
+                    **(
+                        {"scale_layout": entry.scale_layout}
+                        if entry.scale_layout not in ("", "block")
+                        else {}
+                    ),
                 }
                 for layer, entry in sorted(self.expert_layers.items())
             },
             "model_hash": self.model_hash,
             "created_by": self.created_by,
         }
+
+    def layer_format(self, layer: int) -> LayerFormat:
+        """How a layer's experts are stored."""
+        entry = self.expert_layers[layer]
+        return LayerFormat(entry.format or self.format, entry.scale_layout or self.scale_layout)
+
+    def layer_formats(self) -> dict[int, str]:
+        """The format of each layer's experts."""
+        return {layer: entry.format or self.format for layer, entry in sorted(self.expert_layers.items())}
+
+    def units_shape(self, layer: int) -> tuple[int, int, int]:
+        """Experts, stripes and bytes of a unit of a layer's file."""
+        unit = self.layer_format(layer).unit_bytes(self.hidden_size)
+        return self.num_experts, self.num_stripes, unit
 
     def expert_path(self, layer: int) -> Path:
         """The expert file of a layer.
@@ -273,17 +304,38 @@ def _check_version(path: Path, value: Mapping[str, Any]) -> None:
 
 def _check_scale_layout(path: Path, value: Mapping[str, Any]) -> None:
     """A model with block scales has no such key, so that its hash is that of models without the choice."""
-    name = value.get("scale_layout", "channel")
-    if name != "channel":
+    layouts = FORMATS[value["format"]].scale_layouts
+    name = value.get("scale_layout", "block")
+    if name not in layouts or value.get("scale_layout") == "block":
+        others = [repr(each) for each in layouts if each != "block"]
+        absent = ["no such key"] if "block" in layouts else []
         raise WeightFormatError(
-            f"{path}: scale_layout: got {show_value(name)}, expected 'channel', or no such key"
+            f"{path}: scale_layout: got {show_value(name)}, expected {', or '.join(others + absent)}"
         )
 
 
 def _expert_layer(layer: str, entry: dict[str, Any]) -> tuple[int, ExpertLayer]:
     if not (layer.isascii() and layer.isdigit() and len(layer) <= 9 and str(int(layer)) == layer):
         raise ValueError(f"expert_layers: got {show_value(layer)}, expected the number of a layer")
-    return int(layer), ExpertLayer(**{**entry, "stripe_sha256": tuple(entry["stripe_sha256"])})
+    found = ExpertLayer(**{**entry, "stripe_sha256": tuple(entry["stripe_sha256"])})
+    if "format" not in entry:
+        if "scale_layout" in entry:
+            raise ValueError(f"expert_layers.{layer}: got a scale_layout without a format, expected both")
+        return int(layer), found
+    if not isinstance(found.format, str) or found.format not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise ValueError(
+            f"expert_layers.{layer}.format: got {show_value(found.format)}, expected one of {known}"
+        )
+    layouts = FORMATS[found.format].scale_layouts
+    name = entry.get("scale_layout", "block")
+    if name not in layouts or entry.get("scale_layout") == "block":
+        raise ValueError(
+            f"expert_layers.{layer}.scale_layout: got {show_value(name)}, "
+            f"expected one of {', '.join(layouts)}, "
+            "and no such key for block"
+        )
+    return int(layer), replace(found, scale_layout=name)
 
 
 def rounding_of(source: Mapping[str, Any]) -> dict[str, QuantisationError]:
@@ -317,7 +369,7 @@ def rounding_of(source: Mapping[str, Any]) -> dict[str, QuantisationError]:
 def _source_problems(source: Mapping[str, Any]) -> list[str]:
     problems = [
         f"source.{name}: got {show_value(source[name])}, expected a string"
-        for name in ("fingerprint", "dtype", "requantised", "hub_id", "revision")
+        for name in ("fingerprint", "dtype", "requantised", "hub_id", "revision", "importance")
         if not isinstance(source.get(name, ""), str)
     ]
     try:
@@ -380,6 +432,8 @@ def _problems(manifest: Manifest) -> list[str]:
             if not is_sha256(sha256)
         ]
     for layer, entry in manifest.expert_layers.items():
+        if entry.format == manifest.format:
+            problems.append(f"expert_layers.{layer}.format: got the model's own, expected no such key")
         if len(entry.stripe_sha256) != manifest.num_stripes:
             problems.append(
                 f"expert_layers.{layer}.stripe_sha256: got {len(entry.stripe_sha256)} hashes, "

@@ -19,12 +19,14 @@ from duckllm.errors import WeightFormatError
 from duckllm.weights.checkpoint import FP8
 from duckllm.weights.e4m3 import U8, QuantisationError
 from duckllm.weights.files import AtomicFile
-from duckllm.weights.formats import num_stripes, unit_bytes
+from duckllm.weights.formats import LayerFormat, is_lossless, num_stripes
 from duckllm.weights.grouped import QuantisedExpert, check_expert, scale_words
+from duckllm.weights.importance import ImportanceFile
 from duckllm.weights.imports.packed import tensor_chunks
 from duckllm.weights.layout import ModelLayout
 from duckllm.weights.manifest import ExpertLayer, HostFile
 from duckllm.weights.reader import DATA_ALIGNMENT, UNITS
+from duckllm.weights.rounding import quantise_int4, quantise_int8
 from duckllm.weights.safetensors_file import TensorInfo, TensorReader, build_header
 from duckllm.weights.source import ExpertTensors
 from duckllm.weights.units import ExpertWeights
@@ -34,15 +36,15 @@ OnBytes = Callable[[int], object]
 _Item = TypeVar("_Item")
 
 
-def units_shape(layout: ModelLayout, weight_format: str, scale_layout: str) -> tuple[int, int, int]:
+def units_shape(layout: ModelLayout, form: LayerFormat) -> tuple[int, int, int]:
     """[E, S_total, unit_bytes]."""
-    length = unit_bytes(layout.hidden_size, weight_format, scale_layout)
+    length = form.unit_bytes(layout.hidden_size)
     return layout.num_experts, num_stripes(layout.moe_intermediate_size), length
 
 
-def _expert_header(layout: ModelLayout, layer: int, weight_format: str, scale_layout: str) -> bytes:
-    tensors = {UNITS: ("U8", units_shape(layout, weight_format, scale_layout))}
-    return build_header(tensors, {"format": weight_format, "layer": str(layer)}, DATA_ALIGNMENT)
+def _expert_header(layout: ModelLayout, layer: int, form: LayerFormat) -> bytes:
+    tensors = {UNITS: ("U8", units_shape(layout, form))}
+    return build_header(tensors, {"format": form.format, "layer": str(layer)}, DATA_ALIGNMENT)
 
 
 def _host_header(tensors: Sequence[TensorInfo]) -> bytes:
@@ -50,12 +52,10 @@ def _host_header(tensors: Sequence[TensorInfo]) -> bytes:
     return build_header(entries, {"format": "pt"}, _HOST_ALIGNMENT)
 
 
-def expert_file_bytes(
-    layout: ModelLayout, layer: int, weight_format: str, scale_layout: str = "block"
-) -> int:
+def expert_file_bytes(layout: ModelLayout, layer: int, form: LayerFormat) -> int:
     """Exact length of a layer's expert file."""
-    experts, stripes, length = units_shape(layout, weight_format, scale_layout)
-    return len(_expert_header(layout, layer, weight_format, scale_layout)) + experts * stripes * length
+    experts, stripes, length = units_shape(layout, form)
+    return len(_expert_header(layout, layer, form)) + experts * stripes * length
 
 
 def host_file_bytes(tensors: Sequence[TensorInfo]) -> int:
@@ -119,40 +119,82 @@ def pack_quantised(expert: QuantisedExpert, weight_format: str) -> U8:
     )
 
 
+def encode_expert(
+    experts: ExpertTensors,
+    reader: TensorReader,
+    layer: int,
+    expert: int,
+    form: LayerFormat,
+    importance: ImportanceFile | None,
+) -> tuple[ExpertWeights | QuantisedExpert, QuantisationError | None]:
+    """An expert in a format: as the checkpoint has it where the format holds that, else rounded.
+
+    Args:
+        experts: The checkpoint's experts.
+        reader: Reads the checkpoint, and the calibration.
+        layer: The layer.
+        expert: The expert.
+        form: The format.
+        importance: What weights the errors of rounding to 4 bits; None for nothing.
+
+    Returns:
+        The expert, and how far it was rounded, if it was.
+
+    Raises:
+        WeightFormatError: A weight is NaN, infinite or too large.
+        CheckpointError: A scale is wrong, or the checkpoint ends early.
+    """
+    if form.format == experts.kept_format(layer):
+        return experts.read_packed(reader, layer, expert), None
+    if is_lossless(form.format):
+        return experts.read(reader, layer, expert)
+    values = experts.read_values(reader, layer, expert)
+    if form.format == "int8":
+        return quantise_int8(values)
+    hidden, activations = (None, None) if importance is None else importance.of(reader, layer, expert)
+    try:
+        return quantise_int4(values, form.format, hidden, activations)
+    except ValueError as error:
+        raise WeightFormatError(f"layer {layer}, expert {expert}: {error}") from error
+
+
 def write_expert_file(
     out: AtomicFile,
     reader: TensorReader,
     experts: ExpertTensors,
     layout: ModelLayout,
     layer: int,
-    weight_format: str,
+    form: LayerFormat,
     on_bytes: OnBytes,
+    importance: ImportanceFile | None = None,
 ) -> tuple[ExpertLayer, QuantisationError | None]:
     """Writes a layer's experts and returns their manifest entry, and how far they were rounded, if they were.
 
     Args:
         out: The file.
         reader: Reads the checkpoint.
-        experts: The checkpoint's experts; theirs is the layout of the scales.
+        experts: The checkpoint's experts.
         layout: The model.
         layer: The layer.
-        weight_format: Format to write, ``"fp9"`` or ``"fp8"``.
+        form: How to store them.
         on_bytes: Called with the bytes of each piece that was written.
+        importance: As for :func:`encode_expert`.
 
     Raises:
-        WeightFormatError: A weight is NaN or infinite.
+        WeightFormatError: A weight is NaN, infinite or too large.
         CheckpointError: A scale is wrong, or the checkpoint ends early.
     """
-    scale_layout = experts.scale_layout
-    header = _expert_header(layout, layer, weight_format, scale_layout)
+    header = _expert_header(layout, layer, form)
     out.write(header, hashed=False)
     on_bytes(len(header))
     total: QuantisationError | None = None
     digests = [hashlib.sha256() for _ in range(num_stripes(layout.moe_intermediate_size))]
 
     def pack(expert: int) -> tuple[U8, QuantisationError | None]:
-        weights, error = experts.read(reader, layer, expert)
-        return pack_units(weights, weight_format, scale_layout), error
+        weights, error = encode_expert(experts, reader, layer, expert, form, importance)
+        if isinstance(weights, QuantisedExpert):
+            return pack_quantised(weights, form.format), error
+        return pack_units(weights, form.format, form.scale_layout), error
 
     for units, error in ahead_of(pack, layout.num_experts):
         out.write(units.data, hashed=False)
@@ -163,9 +205,7 @@ def write_expert_file(
             total += error
         on_bytes(units.nbytes)
     hashes = tuple(digest.hexdigest() for digest in digests)
-    return ExpertLayer(
-        out.path.name, expert_file_bytes(layout, layer, weight_format, scale_layout), hashes
-    ), total
+    return ExpertLayer(out.path.name, expert_file_bytes(layout, layer, form), hashes), total
 
 
 def write_host_file(

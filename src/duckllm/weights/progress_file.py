@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from duckllm.errors import CheckpointError
 from duckllm.weights.checkpoint import load_json
 from duckllm.weights.e4m3 import QuantisationError
 from duckllm.weights.files import hash_file, write_atomically
+from duckllm.weights.layer_formats import in_words
 from duckllm.weights.manifest import ExpertLayer, HostFile, Manifest, rounding_of
 from duckllm.weights.reader import UNITS
 from duckllm.weights.safetensors_file import TensorReader, read_header
@@ -32,14 +33,14 @@ class ProgressFile:
     Args:
         folder: The destination.
         fingerprint: The checkpoint's.
-        weight_format: The format of its experts.
+        recipe: What its experts are made into, as text: formats by layer, and what weighted their rounding.
         entries: What is finished, by file name.
         errors: How far each expert file's weights were rounded, for those that were.
     """
 
     folder: Path
     fingerprint: str
-    weight_format: str
+    recipe: str
     entries: dict[str, Entry] = field(default_factory=dict)
     errors: dict[str, QuantisationError] = field(default_factory=dict)
 
@@ -71,7 +72,7 @@ class ProgressFile:
         entries: dict[str, Entry] = dict(manifest.host_files)
         entries |= {entry.file: entry for entry in manifest.expert_layers.values()}
         errors = rounding_of(manifest.source)
-        return cls(manifest.folder, manifest.source["fingerprint"], manifest.format, entries, errors)
+        return cls(manifest.folder, manifest.source["fingerprint"], recipe_of(manifest), entries, errors)
 
     def add(self, name: str, entry: Entry, error: QuantisationError | None) -> None:
         """Notes a finished file, durably."""
@@ -84,7 +85,7 @@ class ProgressFile:
         """Writes the progress file."""
         value = {
             "fingerprint": self.fingerprint,
-            "format": self.weight_format,
+            "format": self.recipe,
             "files": {name: asdict(entry) for name, entry in self.entries.items()},
             "errors": {name: asdict(error) for name, error in self.errors.items()},
         }
@@ -102,6 +103,21 @@ class ProgressFile:
             if not (path.is_file() and path.stat().st_size == entry.bytes and _intact(path, entry)):
                 del self.entries[name]
                 self.errors.pop(name, None)
+
+
+def recipe_in_words(formats: Mapping[int, str], importance: str) -> str:
+    """What experts are made into: ``"fp9"``, or ``"int4, fp8 in layer 61, importance 0123456789ab"``.
+
+    Args:
+        formats: By layer.
+        importance: SHA-256 of the file that weights their rounding; empty where none does.
+    """
+    return in_words(formats) + (f", importance {importance[:12]}" if importance else "")
+
+
+def recipe_of(manifest: Manifest) -> str:
+    """What a converted model's experts were made into."""
+    return recipe_in_words(manifest.layer_formats(), manifest.source.get("importance", ""))
 
 
 def _entry(value: dict[str, Any]) -> Entry:

@@ -78,6 +78,7 @@ class ExpertFile:
     """One layer's experts.
 
     Attributes:
+        format: How they are stored.
         units: The mapped units; ``units[e, s]`` is one contiguous unit.
         data_offset: Where the units start in the file, bytes; a multiple of 4096.
 
@@ -94,8 +95,8 @@ class ExpertFile:
         if layer not in manifest.expert_layers:
             manifest.expert_path(layer)
         self._entry = manifest.expert_layers[layer]
-        shape = (manifest.num_experts, manifest.num_stripes, manifest.unit_bytes)
-        self.units = map_units(self.path, shape)
+        self.format = manifest.layer_format(layer)
+        self.units = map_units(self.path, manifest.units_shape(layer))
         self.data_offset = int(self.units.offset)
 
     @classmethod

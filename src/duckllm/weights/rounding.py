@@ -76,14 +76,14 @@ def int4_groups(
     padded = np.zeros((rows, groups * group_size), np.float32)
     padded[:, :columns] = weights
     by_group = padded.reshape(rows, groups, group_size)
-    counts = np.zeros(groups * group_size, np.float32)  # nothing for what is beyond the last column
-    counts[:columns] = 1 if importance is None else importance
-    counts = counts.reshape(groups, group_size)
+    by_column = np.zeros(groups * group_size, np.float32)  # nothing for what is beyond the last column
+    by_column[:columns] = 1 if importance is None else importance
+    counts = by_column.reshape(groups, group_size)
 
     place = np.abs(by_group).argmax(axis=2)[..., None]
     largest = np.take_along_axis(by_group, place, axis=2)[..., 0]
     largest = np.where(largest == 0, np.float32(1), largest)
-    parts = by_group / largest[..., None]
+    parts: F32 = by_group / largest[..., None]
     best = np.full((rows, groups), -1, np.float32)
     ratio = np.zeros((rows, groups), np.float32)
     for start in STARTS:
@@ -100,7 +100,8 @@ def int4_groups(
         ratio = np.where(more, along / divisor, ratio)
     words = scale_words(ratio * largest, scale_type)
     scales = scale_values(words, scale_type)[..., None]
-    quotients = _rounded(by_group / np.where(scales == 0, np.float32(1), scales))
+    divisors: F32 = np.where(scales == 0, np.float32(1), scales)
+    quotients = _rounded(by_group / divisors)
     codes = (np.where(scales == 0, np.float32(0), quotients) + 8).astype(np.uint8)
     return codes.reshape(rows, -1)[:, :columns], words
 
@@ -116,13 +117,16 @@ def quantise_int8(expert: FloatExpert) -> tuple[ExpertWeights, QuantisationError
     Raises:
         ValueError: A weight is not finite (with their count).
     """
-    codes, scales, total = [], [], QuantisationError()
+    codes: list[U8] = []
+    scales: list[F32] = []
+    total = QuantisationError()
     for weights in expert:
         its_codes, its_scales, sums = _native.quantise_int8_blocks(weights)
         codes.append(its_codes)
         scales.append(its_scales)
         total += _as_error(sums, weights.size)
-    return ExpertWeights(*codes, *scales), total
+    gate, up, down = codes
+    return ExpertWeights(gate, up, down, *scales), total
 
 
 def quantise_int4(

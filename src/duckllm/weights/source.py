@@ -255,6 +255,20 @@ class ExpertTensors:
         weights = ExpertWeights(codes[gate], codes[up], codes[down], scales[gate], scales[up], scales[down])
         return weights, total
 
+    def read_values(self, reader: TensorReader, layer: int, expert: int) -> tuple[F32, F32, F32]:
+        """One expert's weights as f32: gate, up [I, H] and down [H, I], contiguous.
+
+        Raises:
+            WeightFormatError: A weight is NaN or infinite.
+            CheckpointError: A scale is negative, NaN or infinite, or a file ends early.
+        """
+        values: dict[str, F32] = {}
+        for part, name, matrix, grid in self._matrices(reader, layer, expert):
+            weights = matrix if grid is None else _widened(matrix, grid, name)
+            values[part] = np.ascontiguousarray(weights, dtype=np.float32)
+        gate, up, down = (values[part] for part in PROJECTIONS)
+        return gate, up, down
+
     def _matrices(
         self, reader: TensorReader, layer: int, expert: int
     ) -> Iterator[tuple[str, str, U8 | F32, ScaleGrid | None]]:
@@ -397,9 +411,7 @@ def _encode(
         scales = grid.blocks() if scale_layout == "block" else grid.by_row()
         if scales is not None:
             return np.ascontiguousarray(weights), scales, None
-        weights = e4m3_values()[weights] * grid.expand()
-        if not np.isfinite(weights).all():
-            raise WeightFormatError(f"{name}: got a weight beyond f32, expected finite weights")
+        weights = _widened(weights, grid, name)
     wide: F32 = np.ascontiguousarray(weights, dtype=np.float32)
     if scale_layout == "channel":
         return quantise_rows(wide)
@@ -411,3 +423,11 @@ def _encode(
         codes[part], scales[band : band + 1] = _native.quantize_e4m3_blocks(wide[part])
         total += quantisation_error(wide[part], codes[part], scales[band : band + 1])
     return codes, scales, total
+
+
+def _widened(codes: U8 | F32, grid: ScaleGrid, name: str) -> F32:
+    """The weights that e4m3 codes and their scales stand for."""
+    weights: F32 = e4m3_values()[codes] * grid.expand()
+    if not np.isfinite(weights).all():
+        raise WeightFormatError(f"{name}: got a weight beyond f32, expected finite weights")
+    return weights

@@ -12,10 +12,12 @@ from functools import partial
 
 from duckllm.errors import WeightHashError
 from duckllm.weights.checkpoint import Checkpoint
+from duckllm.weights.grouped import QuantisedExpert, pack_quantised_expert
+from duckllm.weights.importance import ImportanceFile
 from duckllm.weights.imports.packed import DequantisedTensor, tensor_chunks
 from duckllm.weights.layout import ModelLayout
 from duckllm.weights.manifest import Manifest, check_sha256
-from duckllm.weights.pack import ahead_of
+from duckllm.weights.pack import ahead_of, encode_expert
 from duckllm.weights.progress_file import expert_hashes
 from duckllm.weights.reader import UNITS
 from duckllm.weights.safetensors_file import TensorReader, read_header
@@ -31,8 +33,9 @@ def verify_conversion(
     experts: ExpertTensors,
     manifest: Manifest,
     report: Report,
+    importance: ImportanceFile | None = None,
 ) -> None:
-    """Checks every hash, and every weight and scale against the source.
+    """Checks every hash, and every weight and scale against the source, or against that rounded again.
 
     Raises:
         WeightHashError: Names the file, and the layer, expert or tensor that differs.
@@ -53,7 +56,7 @@ def verify_conversion(
             path = manifest.folder / entry.file
             if expert_hashes(path) != entry.stripe_sha256:
                 raise WeightHashError(f"{path}: layer {layer}: stripe hashes differ from the manifest's")
-            compare = partial(_compare_expert, experts, layout, manifest, reader, layer)
+            compare = partial(_compare_expert, experts, layout, manifest, importance, reader, layer)
             for num_bytes in ahead_of(compare, layout.num_experts):
                 done += num_bytes
                 report(f"verifying {entry.file}", done, total)
@@ -80,6 +83,7 @@ def _compare_expert(
     experts: ExpertTensors,
     layout: ModelLayout,
     manifest: Manifest,
+    importance: ImportanceFile | None,
     reader: TensorReader,
     layer: int,
     expert: int,
@@ -87,19 +91,21 @@ def _compare_expert(
     """Compares one expert and returns the bytes it took."""
     path = manifest.expert_path(layer)
     info = read_header(path)[UNITS]
-    length = manifest.num_stripes * manifest.unit_bytes
-    units = reader.read_part(info, expert * length, length)
+    form = manifest.layer_format(layer)
+    _, stripes, unit = manifest.units_shape(layer)
+    length = stripes * unit
+    units = reader.read_part(info, expert * length, length).reshape(stripes, unit)
+    # What was rounded is rounded again, by the same function; what holds it is read by the readable twin.
+    expected, _ = encode_expert(experts, reader, layer, expert, form, importance)
+    where = f"{path}: layer {layer}, expert {expert}"
+    if isinstance(expected, QuantisedExpert):
+        if (pack_quantised_expert(expected, form.format) != units).any():
+            raise WeightHashError(f"{where}: differs from the source")
+        return length
     got = unpack_expert_units(
-        units.reshape(manifest.num_stripes, manifest.unit_bytes),
-        layout.moe_intermediate_size,
-        layout.hidden_size,
-        manifest.format,
-        manifest.scale_layout,
+        units, layout.moe_intermediate_size, layout.hidden_size, form.format, form.scale_layout
     )
-    expected, _ = experts.read(reader, layer, expert)
     for item in fields(expected):
         if getattr(got, item.name).tobytes() != getattr(expected, item.name).tobytes():
-            raise WeightHashError(
-                f"{path}: layer {layer}, expert {expert}: {item.name} differs from the source"
-            )
+            raise WeightHashError(f"{where}: {item.name} differs from the source")
     return length
