@@ -342,12 +342,12 @@ def _too_little_memory(needs: HostNeeds, cache_bytes: int, what_cache: str) -> C
     if needs.device.is_cuda:
         smaller, fixed_bytes = "kv_memory_bytes", needs.cpu_bytes - needs.tier_bytes
     helps = []  # what of it can help at all
-    if fixed_bytes - needs.expert_bytes < needs.available_bytes:
+    if fixed_bytes < needs.available_bytes:
         helps.append(f"a smaller {smaller}")
-    if needs.expert_bytes:
+    if needs.expert_bytes and fixed_bytes - needs.expert_bytes < needs.available_bytes:
         helps.append("workers on other machines")
     if helps:
-        hint = f"{', or '.join(helps)}, {'needs' if len(helps) == 1 else 'need'} less here"
+        hint = f"{', or '.join(helps)}, {'needs' if helps == [f'a smaller {smaller}'] else 'need'} less here"
     else:
         hint = "the host needs a larger memory" + ("" if needs.device.is_cuda else ", or a GPU for its part")
     return ConfigError(
