@@ -61,6 +61,14 @@ def test_a_list_of_no_batch_is_refused(verb: str) -> None:
     assert result.exception.field == "batch_size"
 
 
+def test_a_text_without_words_is_no_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(" \n")
+    result = CliRunner().invoke(app, ["bench", "prefill", "--text-file", str(path)])
+    assert isinstance(result.exception, ConfigError)
+    assert result.exception.field == "text_file"
+
+
 def test_where_no_load_fits_the_verb_has_failed(model_cache: Path) -> None:
     sizes = ["--workers", "0", "--batch-size", "999999", "--input-len", "16", "--output-len", "2"]
     result = CliRunner().invoke(app, ["bench", "decode", *sizes])

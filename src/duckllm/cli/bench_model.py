@@ -282,7 +282,10 @@ def _worker_speeds(setting: Setting) -> Sequence[float | None] | None:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         raise ConfigError("text_file", str(path), f"a file of UTF-8 text ({reason})") from error
+    if not text.strip():  # a tokenizer may put a token before it, of which a prompt would consist
+        raise ConfigError("text_file", str(path), "a file with a text in it")
+    return text
