@@ -136,6 +136,12 @@ def test_a_count_that_is_none_is_a_reply_of_another_form() -> None:
         assert ask(answer(content)).error == "a reply of another form"
 
 
+def test_a_reply_nested_without_end_is_one_of_another_form() -> None:
+    deep = b"[" * 100_000
+    assert ask(answer(b"data: " + deep + b"\n\n")).error == "a reply of another form"
+    assert ask(answer(deep, 500)).error.startswith("HTTP 500: [[[")
+
+
 def test_of_errors_that_are_all_different_the_first_are_named() -> None:
     outcomes = tuple(Outcome(0.0, 1, 1, end=1.0, error="way " + "x" * number) for number in range(100))
     run = ServingRun("http://x", "openai", "m", 0, 0.0, [LoadResult(Load(math.inf), outcomes, 0.0)])

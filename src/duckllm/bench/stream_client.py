@@ -141,7 +141,7 @@ class StreamClient:
             response = await self._client.get("/v1/models")
             response.raise_for_status()
             self.model = str(response.json()["data"][0]["id"])
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        except (httpx.HTTPError, ValueError, LookupError, TypeError, RecursionError) as error:
             expected = "a server of OpenAI's API, or the model's name by --model"
             raise ConfigError("base_url", url, expected, _reason(error)) from error
         return self.model
@@ -170,7 +170,7 @@ class StreamClient:
             outcome.error = "time-out"
         except httpx.HTTPError as error:
             outcome.error = _reason(error)
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             outcome.error = "a reply of another form"
         outcome.end = time.perf_counter()
         return outcome
@@ -244,7 +244,7 @@ def _message(text: str) -> str:
     try:
         error = json.loads(text)["error"]
         text = error["message"] if isinstance(error, dict) else str(error)
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         pass
     text = " ".join(text.split())
     return text if len(text) <= _QUOTED else text[:_QUOTED] + "..."
