@@ -19,6 +19,7 @@ from random_checkpoint import (
 )
 
 from duckllm.errors import CheckpointError, UnsupportedModelError
+from duckllm.models.inspection import inspect_model
 from duckllm.weights.architectures import layout_of
 from duckllm.weights.checkpoint import Checkpoint
 from duckllm.weights.convert import convert
@@ -26,6 +27,7 @@ from duckllm.weights.grouped import pack_quantised_expert, unpack_quantised_expe
 from duckllm.weights.host_tensors import HostTensors
 from duckllm.weights.safetensors_file import TensorReader
 from duckllm.weights.tensor_check import ModelTensors, find_tensors
+from support.checkpoints import BASE_CONFIG
 from support.four_bit import FORMS, Form, Written, gptq
 
 SIZES = {
@@ -179,6 +181,19 @@ def test_what_is_left_over_and_what_is_missing_is_named(tmp_path: Path) -> None:
     assert words.endswith(f"2 scale(s) or packed weight(s) that belong to no quantised weight: {left}")
 
 
+def test_biases_of_zeros_beside_gptqs_weights_do_no_harm(tmp_path: Path) -> None:
+    made, _ = make(tmp_path / "src", FORMS["gptq-128"])
+    for name in ("model.layers.1.mlp.experts.1.up_proj.bias", "model.layers.0.mlp.down_proj.bias"):
+        made.tensors[name] = ("F16", (128,), bytes(256))
+    write_checkpoint(made, 3)
+    host = tensors_of(tmp_path / "src").host
+    assert not [info.name for info in host if info.name.endswith("_proj.bias")]
+    made.tensors[name] = ("F16", (128,), bytes(254) + b"\0\x3c")
+    write_checkpoint(made, 3)
+    with pytest.raises(CheckpointError, match=re.escape(f"1 unknown tensor(s): {name}")):
+        tensors_of(tmp_path / "src")
+
+
 def test_gpt_oss_is_refused_by_its_family(tmp_path: Path) -> None:
     said = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     make_checkpoint(tmp_path / "src", dtype="BF16", quantization_config=said)
@@ -202,3 +217,23 @@ def test_act_order_is_refused_before_anything_is_written(tmp_path: Path) -> None
     with pytest.raises(UnsupportedModelError, match=re.escape(words)):
         convert(tmp_path / "src", tmp_path / "dst")
     assert not (tmp_path / "dst").exists()
+
+
+@pytest.mark.parametrize("name", ["compressed-32", "gptq-128"])
+def test_a_configuration_alone_is_inspected_as_its_checkpoint(tmp_path: Path, name: str) -> None:
+    form = FORMS[name]
+    which = EXPERTS if name == "compressed-32" else ALL
+    full = {key: value for key, value in BASE_CONFIG.items() if key not in config()}
+    make(
+        tmp_path / "src",
+        form,
+        which,
+        **(full | {"num_key_value_heads": 2, "quantization_config": form.config}),
+    )
+    whole = inspect_model(tmp_path / "src")
+    for path in (tmp_path / "src").glob("*.safetensors*"):
+        path.unlink()
+    alone = inspect_model(tmp_path / "src")
+    assert (whole.kind, alone.kind) == ("checkpoint", "configuration")
+    assert whole.dtype == alone.dtype == form.name
+    assert whole.parts == alone.parts  # of BF16, whichever of the host's matrices are 4-bit

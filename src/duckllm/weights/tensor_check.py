@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from duckllm.errors import CheckpointError
 from duckllm.weights.checkpoint import (
     FP8,
@@ -139,9 +141,16 @@ def _unknown(
 def _is_harmless(checkpoint: Checkpoint, name: str, layer: int | None) -> bool:
     if is_not_needed(name) or name.endswith("rotary_emb.inv_freq"):
         return True
+    if name.endswith(".bias") and checkpoint.quantisation.method == "gptq":
+        return _is_zero(checkpoint.tensors[name])  # AutoGPTQ gave one to every layer that it quantised
     if layer is not None and layer >= checkpoint.config["num_hidden_layers"]:
         return name.endswith(_MTP_COPIES)
     return name == _HEAD and _same(checkpoint.tensors[name], checkpoint.tensors.get(_EMBEDDINGS))
+
+
+def _is_zero(info: TensorInfo) -> bool:
+    with TensorReader() as reader:
+        return not any(np.frombuffer(chunk, np.uint8).any() for chunk in reader.chunks(info))
 
 
 def _same(one: TensorInfo, other: TensorInfo | None) -> bool:
