@@ -18,6 +18,7 @@ from random_checkpoint import (
     write_checkpoint,
 )
 
+from duckllm.cli.convert import describe, summary
 from duckllm.errors import CheckpointError, UnsupportedModelError
 from duckllm.models.inspection import inspect_model
 from duckllm.weights.architectures import layout_of
@@ -109,6 +110,17 @@ def test_the_hosts_matrices_become_bf16(tmp_path: Path, name: str) -> None:
         "stored_bytes": stored,
         "bytes": sum(2 * each.values.size for each in host.values()),
     }
+
+
+def test_the_command_says_what_became_of_the_host(tmp_path: Path) -> None:
+    make(tmp_path / "src", FORMS["gptq-128"])
+    told = describe(summary(convert(tmp_path / "src", tmp_path / "dst"), False, 0.0))
+    words = (
+        r"\nthe host's \d+ matrices of gptq int4 are BF16 now, each value rounded once: .+ KiB, .+ before\n"
+    )
+    assert re.search(words, told), told
+    assert "int4 from gptq int4" in told
+    assert "rounded to e4m3" not in told
 
 
 def test_a_checkpoint_of_4_bit_experts_alone_says_nothing_of_the_host(tmp_path: Path) -> None:

@@ -94,7 +94,6 @@ def _read_header(path: Path, *, is_first: bool) -> dict[str, TensorInfo]:
             (each.name, each.tensor_type.name, each.shape.tolist(), int(each.data_offset), int(each.n_bytes))
             for each in read.tensors
         ]
-        size = path.stat().st_size
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, IndexError, TypeError, UnicodeDecodeError, OverflowError) as error:
@@ -106,8 +105,6 @@ def _read_header(path: Path, *, is_first: bool) -> dict[str, TensorInfo]:
         )
     tensors = {}
     for theirs, dtype, shape, offset, num_bytes in found:
-        if offset + num_bytes > size:
-            raise CheckpointError(f"{path}: truncated, got {size} bytes, expected {offset + num_bytes}")
         # Elements of 4 or 2 bytes are as safetensors has them, and llama.cpp counts dimensions from the last.
         name = _name_of(theirs) if dtype in DTYPE_BYTES else theirs
         tensors[name] = TensorInfo(name, dtype, tuple(shape[::-1]), path, offset, num_bytes)
