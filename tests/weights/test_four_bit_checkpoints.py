@@ -26,6 +26,7 @@ from duckllm.weights.checkpoint import Checkpoint
 from duckllm.weights.convert import convert
 from duckllm.weights.grouped import pack_quantised_expert, unpack_quantised_expert
 from duckllm.weights.host_tensors import HostTensors
+from duckllm.weights.reader import ExpertFile
 from duckllm.weights.safetensors_file import TensorReader
 from duckllm.weights.tensor_check import ModelTensors, find_tensors
 from support.checkpoints import BASE_CONFIG
@@ -249,3 +250,71 @@ def test_a_configuration_alone_is_inspected_as_its_checkpoint(tmp_path: Path, na
     assert (whole.kind, alone.kind) == ("checkpoint", "configuration")
     assert whole.dtype == alone.dtype == form.name
     assert whole.parts == alone.parts  # of BF16, whichever of the host's matrices are 4-bit
+
+
+def test_fp8_and_4_bits_in_one_checkpoint(tmp_path: Path) -> None:
+    """Experts of 4 bits, everything else FP8 with a scale a row, as groups of mixed-precision say."""
+    form, rng = FORMS["compressed-32"], np.random.default_rng(0)
+    written: dict[str, Written] = {}
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if EXPERTS.fullmatch(name)]:
+            written[name] = form.write(rng, tensors.pop(name)[1])  # type: ignore[arg-type]
+            stem = name.removesuffix("weight")
+            del tensors[stem + "weight_scale"]
+            tensors |= {stem + part: each for part, each in written[name].tensors.items()}
+
+    int4 = form.config["config_groups"]["group_0"] | {"format": "pack-quantized"}
+    fp8 = {"format": "float-quantized", "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+    said = form.config | {"format": "mixed-precision", "config_groups": {"experts": int4, "others": fp8}}
+    made = make_checkpoint(
+        tmp_path / "src",
+        scale_suffix="weight_scale",
+        scale_block=(1, None),
+        quantization_config=said,
+        edit=edit,
+        **SIZES,  # type: ignore[arg-type]
+    )
+    manifest = convert(tmp_path / "src", tmp_path / "dst", verify=True)
+    assert (manifest.format, manifest.source["host_dequantised"]) == ("int4-bf16", None)
+    name = "model.layers.0.mlp.up_proj"
+    weight, scales = HostTensors(tmp_path / "dst").stored_linear(name)
+    assert weight.view(torch.uint8).numpy().tobytes() == made.tensors[f"{name}.weight"][2]
+    assert scales is not None
+    assert scales.shape == (128, 1)
+    units = np.array(ExpertFile.open(manifest, 1).units[1])
+    got = unpack_quantised_expert(units, 128, 256, "int4-bf16").down.values()
+    np.testing.assert_array_equal(got, written["model.layers.1.mlp.experts.1.down_proj.weight"].values)
+
+
+def test_experts_in_gpt_oss_form_of_a_family_that_is_here(tmp_path: Path) -> None:
+    form = FORMS["mxfp4"]
+    _, written = make(tmp_path / "each", form, EXPERTS)
+    joined: dict[str, list[np.ndarray]] = {}
+    prefix = "model.layers.1.mlp.experts."
+    for expert in range(2):
+        parts = {}
+        for part in ("gate", "up", "down"):
+            for name, columns in (("weight_packed", 16), ("weight_scale", 1)):
+                _, (rows, _), data = written[f"{prefix}{expert}.{part}_proj.weight"].tensors[name]
+                parts[part, name] = np.frombuffer(data, np.uint8).reshape(rows, -1, columns)
+        for name, suffix in (("weight_packed", "blocks"), ("weight_scale", "scales")):
+            by_turns = np.stack([parts["gate", name], parts["up", name]], axis=1)
+            both = by_turns.reshape(-1, *by_turns.shape[2:])
+            joined.setdefault(f"{prefix}gate_up_proj_{suffix}", []).append(both)
+            joined.setdefault(f"{prefix}down_proj_{suffix}", []).append(parts["down", name])
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if EXPERTS.fullmatch(name)]:
+            del tensors[name]
+        for name, each in joined.items():
+            whole = np.stack(each)
+            shape = whole.shape if name.endswith("blocks") else whole.shape[:-1]
+            tensors[name] = ("U8", shape, whole.tobytes())
+
+    said = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    make_checkpoint(tmp_path / "all", dtype="BF16", edit=edit, quantization_config=said, **SIZES)  # type: ignore[arg-type]
+    one = convert(tmp_path / "each", tmp_path / "dst-each", verify=True)
+    all_in_one = convert(tmp_path / "all", tmp_path / "dst-all", verify=True)
+    assert one.format == all_in_one.format == "mxfp4"
+    assert one.expert_layers == all_in_one.expert_layers  # the hashes of all units among them
