@@ -165,10 +165,11 @@ def partial_sum(
         scale_layout=manifest.scale_layout,
     )
     entry = manifest.expert_layers[step.layer]
-    shape = (manifest.num_experts, manifest.num_stripes, manifest.unit_bytes)
+    form, shape = manifest.layer_format(step.layer), manifest.units_shape(step.layer)
     offset = entry.bytes - int(np.prod(shape))
     units = np.memmap(manifest.folder / entry.file, np.uint8, mode="r", offset=offset, shape=shape)
-    return np.asarray(experts.run(units, step.x if x is None else x, step.topk_ids, step.topk_weights))
+    rows = (step.x if x is None else x, step.topk_ids, step.topk_weights)
+    return np.asarray(experts.run(units, *rows, format=form.format, scale_layout=form.scale_layout))
 
 
 def expected_sum(manifest: Manifest, plans: Sequence[WorkerPlan], step: Step) -> F32:

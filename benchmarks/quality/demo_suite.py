@@ -1,6 +1,7 @@
 """The demo model's 360 questions and 98 choices, in every format and wire type, beside transformers.
 
-    python benchmarks/quality/demo_suite.py [--formats fp9 fp8] [--wires f32 bf16] [--workers 2] [--every 1]
+    python benchmarks/quality/demo_suite.py [--formats fp9 fp8 int8 int4] [--wires f32 bf16] [--workers 2]
+        [--every 1]
 
 The program
 
@@ -43,7 +44,7 @@ T = TypeVar("T")
 CHOICES = "choices"
 COLUMNS = (*TASKS, RECALL, "all", CHOICES)
 BATCH = 60  # questions between two movements of the bar
-LOSSLESS = ("fp9", "fp8")  # hold the checkpoint's own weights, and so give the same numbers
+FORMATS = (*LOSSLESS_FORMATS, "int8", "int4")  # the first hold the checkpoint's own weights
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--formats", nargs="+", default=list(LOSSLESS_FORMATS), choices=LOSSLESS_FORMATS)
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
     parser.add_argument("--wires", nargs="+", default=list(WIRE_DTYPES), choices=WIRE_DTYPES)
     parser.add_argument("--workers", type=int, default=2, help="at least 1: without any there is no wire")
     parser.add_argument("--every", type=int, default=1, help="take each so-manieth question, to try it")
@@ -176,7 +177,7 @@ def verify(found: dict[tuple[str, str], Scores]) -> None:
     """Formats that hold the same weights must differ in nothing, on the same wire."""
     first: dict[str, tuple[str, Scores]] = {}
     for (weight_format, wire), scores in found.items():
-        if weight_format in LOSSLESS:
+        if weight_format in LOSSLESS_FORMATS:
             other, expected = first.setdefault(wire, (weight_format, scores))
             if scores != expected:
                 raise SystemExit(f"{weight_format}, wire {wire}: other replies or numbers than in {other}")

@@ -68,14 +68,18 @@ std::shared_ptr<LaneServer> experts_server(const std::unordered_map<uint32_t, An
   for (const auto& [layer, array] : units) {
     const auto own = layer_formats.find(layer);
     const WeightFormat its_format = parse_format(own == layer_formats.end() ? format : own->second);
-    const size_t bytes = unit_bytes(its_format, shape.hidden_size, layout);
+    // Only fp9 and fp8 come in layouts of scales.
+    const ScaleLayout its_layout = is_e4m3(its_format)      ? layout
+                                   : is_grouped(its_format) ? ScaleLayout::kGroup
+                                                            : ScaleLayout::kBlock;
+    const size_t bytes = unit_bytes(its_format, shape.hidden_size, its_layout);
     check_dtype<uint8_t>("units", array, "uint8");
     check_shape("units", array, {first.shape(0), first.shape(1), bytes});
     if (array.stride(2) != 1 || array.stride(1) < 0 || array.stride(0) < 0) {
       fail("units", "strides that skip elements", "each unit contiguous");
     }
     layers[layer] = {static_cast<const uint8_t*>(array.data()), static_cast<size_t>(array.stride(0)),
-                     static_cast<size_t>(array.stride(1)), its_format, layout};
+                     static_cast<size_t>(array.stride(1)), its_format, its_layout};
     held.push_back(array);
   }
   return std::make_shared<HeldExpertsServer>(

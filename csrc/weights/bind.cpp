@@ -25,7 +25,6 @@ template <class Array>
 void check_units(const std::string& name, const Array& units, const std::string& format_name,
                  size_t hidden_size, ScaleLayout layout) {
   const WeightFormat format = parse_format(format_name);
-  if (!is_e4m3(format)) throw std::invalid_argument(name + ": got " + format_name + ", expected fp9 or fp8");
   const size_t bytes = unit_bytes(format, hidden_size, layout);
   if (units.shape(2) != bytes) {
     throw std::invalid_argument(name + ": got units of " + std::to_string(units.shape(2)) +
@@ -53,6 +52,9 @@ void py_recode_units(const UnitsArray& units, const WritableUnits& out, uint32_t
                                 std::to_string(units.shape(0)) + " of " + std::to_string(units.shape(1)));
   }
   const WeightFormat from_format = parse_format(from), to_format = parse_format(to);
+  if (from_format != to_format && !(is_e4m3(from_format) && is_e4m3(to_format))) {
+    throw std::invalid_argument("format: got " + from + " to " + to + ", expected fp9, fp8 or a copy");
+  }
   size_t num_bad = 0;
   {
     nb::gil_scoped_release release;

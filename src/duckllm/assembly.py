@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from duckllm.moe.placement import Slice, plan_slices, plan_workers
 from duckllm.outputs import WorkerTimes
 from duckllm.prefill import check_prefill, select_isa
 from duckllm.transport.transport import Transport
+from duckllm.weights.formats import LayerFormat, is_lossless
 
 if TYPE_CHECKING:
     import torch
@@ -218,15 +220,25 @@ def place_experts(
         manifest.num_experts,
         manifest.num_experts_per_tok,
         manifest.num_stripes,
-        sum(layer < num_layers for layer in manifest.expert_layers),
-        manifest.format if config.weight_format == "auto" else config.weight_format,
-        manifest.scale_layout,
+        _counted_formats(manifest, config, num_layers),
         config.max_step_tokens,
     )
     nodes = nodes_of(workers)
     slices = place_slices(sizes, nodes, config.shares)
     check_fits(sizes, plan_nodes(sizes, nodes, slices))
     return slices
+
+
+def _counted_formats(manifest: Manifest, config: ClusterConfig, num_layers: int) -> dict[LayerFormat, int]:
+    """How many of the workers' layers will be computed in each format, as far as it is known."""
+    asked = config.weight_format
+    counted: Counter[LayerFormat] = Counter()
+    for layer in manifest.expert_layers:
+        form = manifest.layer_format(layer)
+        if layer < num_layers:
+            copied = is_lossless(asked) and is_lossless(form.format)
+            counted[LayerFormat(asked, form.scale_layout) if copied else form] += 1
+    return dict(counted)
 
 
 def plan_memory(

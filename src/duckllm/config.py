@@ -22,7 +22,7 @@ SCALE_LAYOUTS = (
     "group",
 )  # one scale for 128 x 128 weights, a row of a matrix, or a group
 PREFILLS = ("f32", "bf16")  # csrc/kernels/experts.h says what each computes
-FORMAT_CHOICES = ("auto", *LOSSLESS_FORMATS)
+FORMAT_CHOICES = ("auto", *WEIGHT_FORMATS)
 DRAFTS = ("auto", "on", "off", "stateless")
 LANES = ("auto", "on", "off")
 MAX_DRAFT_TOKENS = 8
@@ -51,10 +51,12 @@ class ClusterConfig:
         spin_us: How long an idle thread spins before it sleeps, microseconds; -1 decides by the cores.
         wire_dtype: Activations on the wire, ``"f32"`` or ``"bf16"``.
         reply_dtype: Partial sums on the wire, ``"f32"`` or ``"bf16"``.
-        weight_format: Format in which experts are computed: ``"fp9"`` or ``"fp8"``, of which a copy is made
-            in memory where the model is stored in the other; ``"auto"`` takes what is stored, unless the
-            slice is large, the copy has room and was measured to be faster by 5 %. A worker's own
-            ``--format`` goes before.
+        weight_format: Format in which experts are computed. ``"fp9"`` or ``"fp8"``: a copy is made in memory
+            where the model is stored in the other; ``"auto"`` takes what is stored, unless that is one of
+            these two, the slice is large, and a copy in the other has room and was measured to be faster by
+            5 %. Formats of fewer bits are what a model was converted into: a checkpoint is, into
+            ``"int8"`` or ``"int4"``, where one of these is asked for; nothing else ever rounds. A worker's
+            own ``--format`` goes before.
         prefill: What the experts of a prompt are computed with, in this process or on workers started here:
             ``"f32"``, or ``"bf16"``, which rounds activations and needs a CPU with AVX512-BF16 or AMX-BF16. A
             worker elsewhere decides by its own ``--prefill``.

@@ -158,7 +158,7 @@ class LLM:
         check_device(device)
         trace_path, trace_limit = _trace_file(trace, trace_bytes)
         limits = _cache_limits(kv_cache_bytes, kv_memory_bytes, kv_disk_dir, kv_disk_bytes)
-        opened = open_model(model)
+        opened = open_model(model, cluster_config.weight_format)
         self.model_hash = opened.manifest.model_hash
         check_context(opened, max_model_len)
         guesses = drafts(opened, step_config)

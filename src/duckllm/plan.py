@@ -90,6 +90,7 @@ def plan_cluster(
     memory_bytes: Sequence[int],
     *,
     weight_format: str,
+    keep: Sequence[str] | None = None,
     max_model_len: int,
     max_step_tokens: int,
     drafts: bool = False,
@@ -101,7 +102,8 @@ def plan_cluster(
     Args:
         model: The model.
         memory_bytes: Memory of each node, as it was bought.
-        weight_format: ``"fp9"`` or ``"fp8"``.
+        weight_format: Format of the experts.
+        keep: Layers in other formats, as :meth:`Inspection.formats_in` takes them.
         max_model_len: Most tokens of a context.
         max_step_tokens: Most tokens in one step.
         drafts: Whether tokens are guessed ahead, by a layer more.
@@ -116,6 +118,7 @@ def plan_cluster(
         model,
         nodes,
         weight_format=weight_format,
+        keep=keep,
         max_model_len=max_model_len,
         max_step_tokens=max_step_tokens,
         drafts=drafts,
@@ -129,6 +132,7 @@ def plan_on(
     nodes: Sequence[Node],
     *,
     weight_format: str,
+    keep: Sequence[str] | None = None,
     max_model_len: int,
     max_step_tokens: int,
     drafts: bool = False,
@@ -142,7 +146,8 @@ def plan_on(
     Args:
         model: The model.
         nodes: The nodes.
-        weight_format: ``"fp9"`` or ``"fp8"``.
+        weight_format: Format of the experts.
+        keep: Layers in other formats, as :meth:`Inspection.formats_in` takes them.
         max_model_len: Most tokens of a context.
         max_step_tokens: Most tokens in one step.
         drafts: Whether tokens are guessed ahead, by a layer more.
@@ -161,9 +166,7 @@ def plan_on(
         layout.num_experts,
         layout.num_experts_per_tok,
         model.num_stripes,
-        model.num_moe_layers + drafts,
-        weight_format,
-        model.scale_layout,
+        model.counted_formats(weight_format, drafts=drafts, keep=keep),
         max_step_tokens,
     )
     return ClusterPlan(
@@ -178,7 +181,7 @@ def plan_on(
             device=device,
         ),
         drafts,
-        model.expert_read_bytes(weight_format),
+        model.expert_read_bytes(weight_format, keep),
         model.num_moe_layers,
         sum(
             part.gpu_bytes if device.is_cuda else part.read_bytes for part in model.parts if part.name != MTP
@@ -227,6 +230,7 @@ def fewest_nodes(
     memory_bytes: int,
     *,
     weight_format: str,
+    keep: Sequence[str] | None = None,
     max_model_len: int,
     max_step_tokens: int,
     drafts: bool = False,
@@ -243,6 +247,7 @@ def fewest_nodes(
             model,
             [memory_bytes] * count,
             weight_format=weight_format,
+            keep=keep,
             max_model_len=max_model_len,
             max_step_tokens=max_step_tokens,
             drafts=drafts,

@@ -19,6 +19,7 @@ from duckllm.errors import ConfigError, PlacementError
 from duckllm.moe.fit import words_on_repeats
 from duckllm.moe.placement import plan_workers
 from duckllm.sampling_params import SamplingParams
+from duckllm.weights.formats import LayerFormat
 from duckllm.weights.manifest import Manifest
 from worker_harness import expected_sum, make_model, make_step, open_transport, running_worker
 
@@ -116,9 +117,8 @@ def test_shares_follow_speeds_beyond_noise(wide: Manifest) -> None:
 def test_memory_bounds_shares_and_what_fits_nowhere_is_refused(wide: Manifest) -> None:
     from duckllm.moe.fit import ExpertSizes
 
-    sizes = ExpertSizes(
-        wide.hidden_size, wide.moe_intermediate_size, wide.num_experts, 3, 29, 1, "fp9", "block", 256
-    )
+    layers = {LayerFormat("fp9", "block"): 1}
+    sizes = ExpertSizes(wide.hidden_size, wide.moe_intermediate_size, wide.num_experts, 3, 29, layers, 256)
     six, ten = sizes.need_bytes(6), sizes.need_bytes(10)
     assert (sizes.most_stripes(six), sizes.most_stripes(six - 1)) == (6, 5)
     fast, slow = worker_info("a:1", 30, six), worker_info("b:1", 10)

@@ -31,7 +31,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_the_names_of_the_formats_are_the_same_everywhere() -> None:
     assert tuple(formats.FORMATS) == config.WEIGHT_FORMATS
     assert tuple(row.name for row in formats.FORMATS.values()) == config.WEIGHT_FORMATS
-    assert ("auto", *config.LOSSLESS_FORMATS) == config.FORMAT_CHOICES
+    assert ("auto", *config.WEIGHT_FORMATS) == config.FORMAT_CHOICES
 
 
 def test_the_sizes_of_a_slice() -> None:

@@ -105,7 +105,8 @@ def chat(
     with ExitStack() as stack:
         kept = None if session is None else stack.enter_context(Session(session))
         if kept is not None and kept.is_kept:
-            kept.check(Manifest.load(resolve_model(model)).model_hash, system or None)
+            place = resolve_model(model, weight_format=model_options.weight_format)
+            kept.check(Manifest.load(place).model_hash, system or None)
         folder = model_options.kv_disk_dir
         if kept is not None:
             folder = folder or kept.pages_folder(model_options.draft)
@@ -238,7 +239,7 @@ def _check_sampling(overrides: dict[str, Any]) -> None:
 
 
 def _load(model: str | None, options: dict[str, Any], max_model_len: int | None) -> LLM:
-    folder = resolve_model(model)
+    folder = resolve_model(model, weight_format=options.get("weight_format", "auto"))
     with Waiting(f"Loading {model or 'the demo model'}"):
         from duckllm import LLM
 

@@ -13,6 +13,7 @@ import typer
 from duckllm.cli.common import Waiting
 from duckllm.cli.model_options import InspectedModel
 from duckllm.config import LOSSLESS_FORMATS, show_size
+from duckllm.weights.layer_formats import in_words, main_format
 
 if TYPE_CHECKING:
     from duckllm.models.inspection import Inspection
@@ -47,7 +48,7 @@ def facts_of(model: Inspection) -> dict[str, Any]:
     from duckllm.plan import plan_cluster
 
     layout = model.layout
-    formats = (model.weight_format,) if model.weight_format else LOSSLESS_FORMATS
+    formats = (model.weight_format,) if model.weight_format else _possible_formats(model)
     nodes = [count for count in _NODES if count <= model.num_stripes]
 
     def need(count: int, weight_format: str) -> int:
@@ -63,6 +64,7 @@ def facts_of(model: Inspection) -> dict[str, Any]:
         "model_type": layout.model_type,
         "stored": model.dtype,
         "format": model.weight_format,
+        "layer_formats": in_words(model.formats_in(model.weight_format)) if model.weight_format else None,
         "scale_layout": model.scale_layout,
         "num_weights": model.num_weights,
         "active_weights": model.active_weights,
@@ -98,10 +100,15 @@ def facts_of(model: Inspection) -> dict[str, Any]:
     }
 
 
+def _possible_formats(model: Inspection) -> tuple[str, ...]:
+    """What the experts of a checkpoint may be converted into, first what they are by default."""
+    return tuple(dict.fromkeys((main_format(model.formats_in("auto")), *LOSSLESS_FORMATS, "int8", "int4")))
+
+
 def describe(facts: dict[str, Any]) -> str:
     """The facts for people."""
     mtp = f" and {facts['mtp_layers']} of multi-token prediction" if facts["mtp_layers"] else ""
-    held = f"experts in {facts['format']}" if facts["format"] else f"experts in {facts['stored']}"
+    held = f"experts in {facts['layer_formats'] or facts['stored']}"
     lines = [
         f"{facts['folder']}: {facts['architecture']} ({facts['model_type']}), "
         f"{_KINDS[facts['kind']]}, {held}",
@@ -124,14 +131,14 @@ def describe(facts: dict[str, Any]) -> str:
     lines += [_row("together", total), ""]
     nodes = list(next(iter(facts["experts_by_format"].values()))["bytes_by_nodes"])
     lines.append(
-        f"{'experts':<9}{'together':>12}{'a token':>12}   each of"
+        f"{'experts':<15}{'together':>12}{'a token':>12}   each of"
         + "".join(f"{n:>12}" for n in nodes)
         + " nodes"
     )
     for name, sizes in facts["experts_by_format"].items():
         each = "".join(f"{show_size(size):>12}" for size in sizes["bytes_by_nodes"].values())
         together, a_token = show_size(sizes["bytes"]), show_size(sizes["bytes_per_token"])
-        lines.append(f"{name:<9}{together:>12}{a_token:>12}{'':>10}{each}")
+        lines.append(f"{name:<15}{together:>12}{a_token:>12}{'':>10}{each}")
     lines.append("What a node needs includes buffers and the process; duckllm plan holds it against nodes.")
     return "\n".join(lines)
 

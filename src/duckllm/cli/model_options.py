@@ -121,7 +121,11 @@ class ModelOptions:
     wire_dtype: Annotated[str, typer.Option(help="Activations sent to workers: f32 or bf16.")] = "f32"
     weight_format: Annotated[
         str,
-        typer.Option("--format", help="Format that experts are computed in: fp9, fp8 or auto (the faster)."),
+        typer.Option(
+            "--format",
+            help="Format that experts are computed in: fp9, fp8, or auto (the faster of these two where the "
+            "model is stored in one); int8 or int4 is what a checkpoint is converted into where asked for.",
+        ),
     ] = "auto"
     prefill: Annotated[
         str,

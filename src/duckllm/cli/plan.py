@@ -16,9 +16,10 @@ from duckllm.cli.common import Waiting, parse_shares, parse_workers
 from duckllm.cli.model_options import InspectedModel
 from duckllm.cli.plan_forecast import DEFAULTS, Forecasting
 from duckllm.cli.terminal import printable
-from duckllm.config import LOSSLESS_FORMATS, MAX_STEP_TOKENS, MAX_WORKERS, show_size
+from duckllm.config import MAX_STEP_TOKENS, MAX_WORKERS, WEIGHT_FORMATS, show_size
 from duckllm.device import check_device
 from duckllm.errors import ConfigError, PlacementError
+from duckllm.weights.layer_formats import main_format
 
 if TYPE_CHECKING:
     from duckllm.device import Device
@@ -71,8 +72,15 @@ def plan(
     ] = "auto",
     weight_format: Annotated[
         str,
-        typer.Option("--format", help="Format of the experts: fp9 or fp8; by default the model's, or fp9."),
+        typer.Option(
+            "--format",
+            help=f"Format of the experts: {', '.join(WEIGHT_FORMATS)}; by default the model's, or fp9.",
+        ),
     ] = "",
+    keep: Annotated[
+        list[str] | None,
+        typer.Option("--keep", help="Layers in another format, as of duckllm convert.", show_default=False),
+    ] = None,
     host_memory: Annotated[
         str | None,
         typer.Option(
@@ -192,6 +200,7 @@ def plan(
     count = None if isinstance(asked, tuple) else _count_nodes(asked, facts)
     _check_numbers(draft, max_step_tokens, host_speed)
     asks = Forecasting(nodes, acceptance, context, batch, wire_dtype, measure)
+    asks.keep(keep or None)
     if asks.flock is not None:
         own = {
             "workers": workers,
@@ -204,19 +213,20 @@ def plan(
         card, host_bytes, host_speed = asks.host()
     with Waiting(f"Reading {model or 'the demo model'}"):
         found = inspect_model(find_model(model, whole=False).folder)
-    chosen = _parse_format(weight_format, found.weight_format)
+    chosen = _parse_format(weight_format, found)
     longest = found.max_position_embeddings
     length = min(_DEFAULT_CONTEXT, longest) if max_model_len is None else max_model_len
     if not 1 <= length <= longest:
         raise ConfigError("max_model_len", length, f"1 to {longest}, the model's longest context")
     options: dict[str, Any] = {
         "weight_format": chosen,
+        "keep": keep or None,
         "max_model_len": length,
         "max_step_tokens": max_step_tokens,
         "drafts": draft == "auto" and found.num_mtp_layers > 0,
         "host_bytes": host_bytes,
     }
-    host_options = {name: value for name, value in options.items() if name != "weight_format"}
+    host_options = {name: value for name, value in options.items() if name not in ("weight_format", "keep")}
     options["device"] = card or choose_device(
         device, lambda on: plan_host_part(found, **host_options, device=on).memory
     )
@@ -362,11 +372,11 @@ def _parse_isas(text: str | None) -> list[str]:
     return isas
 
 
-def _parse_format(asked: str, held: str | None) -> str:
-    """A worker may compute in the other format, on a copy; what it maps is what was converted."""
-    if asked and asked not in LOSSLESS_FORMATS:
-        raise ConfigError("format", asked, "one of " + ", ".join(LOSSLESS_FORMATS))
-    return asked or held or LOSSLESS_FORMATS[0]
+def _parse_format(asked: str, found: Inspection) -> str:
+    """The format asked for; else the model's own, or what a conversion would make of it."""
+    if asked and asked not in WEIGHT_FORMATS:
+        raise ConfigError("format", asked, "one of " + ", ".join(WEIGHT_FORMATS))
+    return asked or found.weight_format or main_format(found.formats_in("auto"))
 
 
 def facts_of(path: str, plan: ClusterPlan) -> dict[str, Any]:
@@ -375,6 +385,10 @@ def facts_of(path: str, plan: ClusterPlan) -> dict[str, Any]:
     return {
         "model": path,
         "format": plan.weight_format,
+        "layer_formats": {
+            form.format: count
+            for form, count in sorted(plan.sizes.formats.items(), key=lambda item: -item[1])
+        },
         "max_model_len": host.max_model_len,
         "drafts": plan.drafts,
         "fits": plan.fits,

@@ -65,12 +65,17 @@ class Forecasting:
                     raise ConfigError(field, value, "nothing without a prediction", "--nodes or --measure")
         self._acceptance, self._context, self._wire = acceptance, context, _WIRE_BYTES[wire_dtype]
         self._batches = _parse_batches(batch)
+        self._keep: Sequence[str] | None = None
         self._coefficients: Coefficients | None = None
         self.flock: Flock | None = None
         if path is not None:
             from duckllm.forecast.flock import read_flock
 
             self.flock = read_flock(path)
+
+    def keep(self, rules: Sequence[str] | None) -> None:
+        """Counts layers in other formats, as rules of ``--keep`` say."""
+        self._keep = rules
 
     def refuse(self, options: Mapping[str, object], device: str) -> None:
         """Refuses what the file of nodes says already.
@@ -147,7 +152,7 @@ class Forecasting:
         from duckllm.forecast.load import model_load
         from duckllm.models.registry import load_config
 
-        return model_load(found, load_config(found.folder), on_card=on_card)
+        return model_load(found, load_config(found.folder), on_card=on_card, keep=self._keep)
 
     def forecast(
         self,

@@ -109,7 +109,7 @@ def serve(
 
         on_progress.append(progress.report)
         progress.stage = "finding the model"
-        folder = resolve_model(model)
+        folder = resolve_model(model, weight_format=options.get("weight_format", "auto"))
         progress.stage, progress.share = "starting workers and reading weights", None
         from duckllm import LLM
 

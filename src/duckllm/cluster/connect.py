@@ -24,9 +24,8 @@ from duckllm.cluster.fetch import wait_all_ready
 from duckllm.cluster.frames import ControlChannel, PeerClosedError, safe_text
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.cluster.shared_memory import SharedChannel
-from duckllm.config import LOSSLESS_FORMATS
+from duckllm.config import WEIGHT_FORMATS
 from duckllm.errors import AuthenticationError, ProtocolError, WorkerUnavailableError, show_value
-from duckllm.weights.formats import unit_bytes
 
 T = TypeVar("T")
 PeerEnd = tuple[int, Any]  # address family and the system's own form of the address
@@ -167,10 +166,10 @@ class Connection:
         self.verified_stripes = _count(ready, "verified_stripes", peer)
         self.fetched_bytes = _count(ready, "fetched_bytes", peer)
         weight_format = _text(ready, "weight_format", peer)
-        if weight_format not in LOSSLESS_FORMATS:
-            expected = f"one of {', '.join(LOSSLESS_FORMATS)}"
+        used = weight_format.split("+")
+        if not set(used) <= set(WEIGHT_FORMATS):
+            expected = f"one of {', '.join(WEIGHT_FORMATS)}, or several with a plus"
             raise ProtocolError(f"weight_format from {peer}: got {weight_format!r}, expected {expected}")
-        num_units = len(plan.layers) * plan.num_experts * plan.num_stripes
         if plan.multicast is not None:
             self.multicast_bytes = _count(ready, "multicast_bytes", peer)
             if self.multicast_bytes == 0:
@@ -181,7 +180,7 @@ class Connection:
             first_stripe=plan.first_stripe,
             num_stripes=plan.num_stripes,
             weight_format=weight_format,
-            weight_bytes=num_units * unit_bytes(plan.hidden_size, weight_format, plan.scale_layout),
+            weight_bytes=plan.computed_bytes(used),
             own_memory_bytes=_optional_count(ready, "own_memory_bytes", peer) or 0,
             huge_page_bytes=_optional_count(ready, "huge_page_bytes", peer) or 0,
         )

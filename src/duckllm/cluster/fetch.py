@@ -181,7 +181,7 @@ class _Preparing:
                     self._refuse([layer.layer, stripe], "each layer and stripe once a session")
                 self._asked.add((layer.layer, stripe))
                 self._queue.append((layer, stripe))
-                self.asked_bytes += self.plan.num_experts * self.plan.unit_bytes
+                self.asked_bytes += self.plan.num_experts * self.plan.unit_bytes_of(layer)
 
     def _refuse(self, got: object, expected: str) -> NoReturn:
         peer = self.connection.channel.peer
@@ -189,7 +189,7 @@ class _Preparing:
 
     def _next_frame(self) -> memoryview:
         layer, stripe = self._queue[0]
-        total = self.plan.num_experts * self.plan.unit_bytes
+        total = self.plan.num_experts * self.plan.unit_bytes_of(layer)
         length = min(_native.MAX_SHARD_PIECE_BYTES, total - self._offset)
         head = _native.encode_frame_header(FrameType.SHARD, _native.SHARD_HEADER_BYTES + length)
         head += _native.encode_shard_header(layer.layer, stripe, self._offset)
@@ -218,12 +218,12 @@ class _LayerFiles:
         """
         path = Path(plan.folder) / layer.file
         descriptor, data_offset = self._open(path, plan, layer)
-        filled = 0
+        filled, unit_bytes = 0, plan.unit_bytes_of(layer)
         while filled < len(out):
-            expert, start = divmod(offset + filled, plan.unit_bytes)
-            length = min(plan.unit_bytes - start, len(out) - filled)
+            expert, start = divmod(offset + filled, unit_bytes)
+            length = min(unit_bytes - start, len(out) - filled)
             unit = expert * plan.total_stripes + stripe
-            position = data_offset + unit * plan.unit_bytes + start
+            position = data_offset + unit * unit_bytes + start
             try:
                 got = os.preadv(descriptor, [out[filled : filled + length]], position)
             except OSError as error:
@@ -247,7 +247,7 @@ class _LayerFiles:
                     f"{layer.file} of layer {layer.layer}: got no such file in {plan.folder}"
                 ) from error
             self._files[path] = (descriptor, 0)  # to be closed whatever is found in it
-            shape = (plan.num_experts, plan.total_stripes, plan.unit_bytes)
+            shape = (plan.num_experts, plan.total_stripes, plan.unit_bytes_of(layer))
             self._files[path] = (descriptor, find_units(path, shape))
         return self._files[path]
 

@@ -6,12 +6,14 @@ Made by :mod:`duckllm.moe.placement`, sent by :mod:`duckllm.cluster.connect`, ob
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from duckllm import _native
-from duckllm.config import FORMAT_CHOICES, LOSSLESS_FORMATS, SCALE_LAYOUTS, WIRE_DTYPES, parse_multicast
+from duckllm.config import FORMAT_CHOICES, SCALE_LAYOUTS, WEIGHT_FORMATS, WIRE_DTYPES, parse_multicast
 from duckllm.errors import ConfigError, ProtocolError, show_value
+from duckllm.weights.formats import FORMATS, LayerFormat, is_lossless
 from duckllm.weights.json_values import is_plain_name, is_sha256
 
 
@@ -23,11 +25,15 @@ class LayerPlan:
         layer: The layer.
         file: Name of its expert file, inside the model folder.
         stripe_sha256: SHA-256 of each stripe of the slice, in order.
+        format: Weight format of the file, where that is not the plan's; else empty.
+        scale_layout: Layout of the scales in it, with a format; else empty.
     """
 
     layer: int
     file: str
     stripe_sha256: tuple[str, ...]
+    format: str = ""
+    scale_layout: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,14 +61,14 @@ class WorkerPlan:
 
     Args:
         model_hash: The converted model's hash, for messages.
-        format: Weight format of the files, ``"fp9"`` or ``"fp8"``.
-        scale_layout: Layout of the scales in them, ``"block"`` or ``"channel"``.
+        format: Weight format of the files, or of most (:meth:`layer_format`).
+        scale_layout: Layout of the scales in them, ``"block"``, ``"channel"`` or ``"group"``.
         hidden_size: H.
         intermediate_size: I of a whole expert.
         num_experts: E.
         top_k: K, most experts per token.
         total_stripes: Stripes of a whole expert.
-        unit_bytes: Bytes of a unit.
+        unit_bytes: Bytes of a unit in that format.
         first_stripe: First stripe of the slice.
         num_stripes: S, stripes of the slice.
         layers: Every layer that has experts.
@@ -71,7 +77,7 @@ class WorkerPlan:
         max_step_tokens: Most tokens in one step.
         wire_dtype: Activations on the wire, ``"f32"`` or ``"bf16"``.
         reply_dtype: Partial sums on the wire, ``"f32"`` or ``"bf16"``.
-        weight_format: Format to compute in, ``"fp9"`` or ``"fp8"``; ``"auto"`` leaves it to the worker.
+        weight_format: Format to compute in; ``"auto"`` leaves it to the worker.
         multicast: The group by which requests may come beside the connection; None where there is none.
     """
 
@@ -94,9 +100,37 @@ class WorkerPlan:
     weight_format: str = "auto"
     multicast: MulticastPlan | None = None
 
+    def layer_format(self, layer: LayerPlan) -> LayerFormat:
+        """How a layer's experts are stored."""
+        return LayerFormat(layer.format or self.format, layer.scale_layout or self.scale_layout)
+
+    def unit_bytes_of(self, layer: LayerPlan) -> int:
+        """Bytes of a unit of a layer."""
+        return self.layer_format(layer).unit_bytes(self.hidden_size) if layer.format else self.unit_bytes
+
+    def computed_bytes(self, used: Collection[str]) -> int:
+        """Bytes of the slice's units as a worker computes with them: layers in fp9 or fp8 in either of these.
+
+        Args:
+            used: The formats that it says it computes in.
+        """
+        units = self.num_experts * self.num_stripes
+        total = 0
+        for layer in self.layers:
+            form = self.layer_format(layer)
+            if form.format not in used:
+                other = next((name for name in used if is_lossless(name)), form.format)
+                form = LayerFormat(other, form.scale_layout)
+            total += units * form.unit_bytes(self.hidden_size)
+        return total
+
     def to_json(self) -> dict[str, Any]:
-        """The plan as PREPARE carries it."""
-        return asdict(self)
+        """The plan as PREPARE carries it; layers say their format where it is another than the plan's."""
+        value = asdict(self)
+        for layer in value["layers"]:
+            if not layer["format"]:
+                del layer["format"], layer["scale_layout"]
+        return value
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> WorkerPlan:
@@ -119,13 +153,14 @@ class WorkerPlan:
         for name in ("model_hash", "folder"):
             _check(name, value[name], "a text", isinstance(value[name], str) and len(value[name]) <= 4096)
         for name, known in (
-            ("format", LOSSLESS_FORMATS),
+            ("format", WEIGHT_FORMATS),
             ("scale_layout", SCALE_LAYOUTS),
             ("wire_dtype", WIRE_DTYPES),
             ("reply_dtype", WIRE_DTYPES),
             ("weight_format", FORMAT_CHOICES),
         ):
             _check(name, value[name], "one of " + ", ".join(known), value[name] in known)
+        _check_layout(value["format"], value["scale_layout"])
         first, total = value["first_stripe"], value["total_stripes"]
         whole = type(first) is int and 0 <= first <= total - value["num_stripes"]
         _check("first_stripe", first, f"a slice inside {total} stripes", whole)
@@ -151,15 +186,25 @@ _SIZES = (
 
 def _layer_from_json(value: Any, num_stripes: int) -> LayerPlan:
     known = {"layer", "file", "stripe_sha256"}
-    _check(
-        "layers", value, f"objects with {sorted(known)}", isinstance(value, dict) and value.keys() == known
-    )
+    own = {"format", "scale_layout"}
+    whole = isinstance(value, dict) and value.keys() - own == known and value.keys() & own in (set(), own)
+    _check("layers", value, f"objects with {sorted(known)}, and perhaps {sorted(own)}", whole)
     layer, file, hashes = value["layer"], value["file"], value["stripe_sha256"]
     _check("layer", layer, "a whole number from 0", type(layer) is int and 0 <= layer < 1 << 31)
     _check("file", file, "a plain file name", is_plain_name(file))
     whole = isinstance(hashes, list) and len(hashes) == num_stripes
     _check("stripe_sha256", hashes, f"{num_stripes} SHA-256 in hex", whole and all(map(is_sha256, hashes)))
-    return LayerPlan(layer, file, tuple(hashes))
+    if "format" not in value:
+        return LayerPlan(layer, file, tuple(hashes))
+    name, layout = value["format"], value["scale_layout"]
+    _check("layer format", name, "one of " + ", ".join(WEIGHT_FORMATS), name in WEIGHT_FORMATS)
+    _check_layout(name, layout)
+    return LayerPlan(layer, file, tuple(hashes), name, layout)
+
+
+def _check_layout(weight_format: str, layout: object) -> None:
+    layouts = FORMATS[weight_format].scale_layouts
+    _check("scale_layout", layout, f"{' or '.join(layouts)} with {weight_format}", layout in layouts)
 
 
 def _multicast_from_json(value: Any) -> MulticastPlan:

@@ -54,23 +54,32 @@ class Coefficients:
 
     def share_of(self, isa: str, weight_format: str) -> float:
         """The expert kernel's share of a plain read there; the least one that is known for others."""
-        known = self.expert_share.get(f"{isa.partition('+')[0]} {weight_format}")
+        # All formats of 4 bits are computed alike.
+        name = weight_format if weight_format in ("fp9", "fp8", "int8") else "int4"
+        known = self.expert_share.get(f"{isa.partition('+')[0]} {name}")
         return min(self.expert_share.values()) if known is None else known
 
 
 _KERNELS = {
     "expert_share": "docs/performance.md, section 6: AVX-512 0.75 to 0.83 and AVX2 0.74 to 0.84 on Zen 5, "
-    "AVX2 0.81 on Zen 3; no other CPU with AVX2 was measured. Scalar: an estimate",
+    "AVX2 0.81 on Zen 3; no other CPU with AVX2 was measured. int8 and int4: 0.76 "
+    "and 0.80 with AVX-512, 0.56 to 0.73 with AVX2, on a loaded Zen 5. Scalar: an estimate",
     "expert_flop_share": "the same: 512 rows, 0.53 to 0.66",
     "node_step_us": "the same: 3 to 10 us a step of one expert beside its bytes, and starting threads",
 }
 _SHARES = {
     "avx512 fp9": 0.81,
     "avx512 fp8": 0.78,
+    "avx512 int8": 0.76,
+    "avx512 int4": 0.80,
     "avx2 fp9": 0.80,
     "avx2 fp8": 0.78,
+    "avx2 int8": 0.70,
+    "avx2 int4": 0.70,
     "scalar fp9": 0.10,
     "scalar fp8": 0.10,
+    "scalar int8": 0.10,
+    "scalar int4": 0.10,
 }
 
 ON_CPU = Coefficients(

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from duckllm.config import WEIGHT_FORMATS
 from duckllm.models.inspection import MTP, Inspection
-from duckllm.weights.formats import unit_bytes
 
 if TYPE_CHECKING:
     from duckllm.models.config import ModelConfig
@@ -65,7 +65,7 @@ class ModelLoad:
         num_layers: All layers.
         expert_flop: Operations of one row with one whole expert.
         num_stripes: Stripes of a whole expert.
-        unit_bytes: Bytes of one stripe of one expert, by format.
+        unit_bytes: Bytes of one stripe of one expert, by format; the mean over layers where these differ.
         layer_bytes: The host's dense weights of all layers, shared experts and head apart.
         shared_bytes: Its shared experts.
         head_bytes: Its head.
@@ -112,13 +112,16 @@ class ModelLoad:
         return rows * reply_bytes * self.hidden_size
 
 
-def model_load(model: Inspection, config: ModelConfig, *, on_card: bool) -> ModelLoad:
+def model_load(
+    model: Inspection, config: ModelConfig, *, on_card: bool, keep: Sequence[str] | None = None
+) -> ModelLoad:
     """What steps of a model ask for.
 
     Args:
         model: The model, from outside.
         config: Its parsed configuration.
         on_card: Whether a card computes the host's part.
+        keep: Layers in other formats, as :meth:`Inspection.formats_in` takes them.
     """
     read = {part.name: part.gpu_bytes if on_card else part.read_bytes for part in model.parts}
     layout = model.layout
@@ -135,9 +138,7 @@ def model_load(model: Inspection, config: ModelConfig, *, on_card: bool) -> Mode
         num_layers=model.num_hidden_layers,
         expert_flop=2 * model.expert_weights,
         num_stripes=model.num_stripes,
-        unit_bytes={
-            each: unit_bytes(layout.hidden_size, each, model.scale_layout) for each in ("fp9", "fp8")
-        },
+        unit_bytes={each: _unit_bytes(model, each, keep) for each in WEIGHT_FORMATS},
         layer_bytes=sum(size for name, size in read.items() if name not in apart) - on_top,
         shared_bytes=read.get(_SHARED, 0),
         head_bytes=head,
@@ -145,6 +146,11 @@ def model_load(model: Inspection, config: ModelConfig, *, on_card: bool) -> Mode
         attention=_attention(config.attention),
         on_card=on_card,
     )
+
+
+def _unit_bytes(model: Inspection, weight_format: str, keep: Sequence[str] | None) -> int:
+    units = model.num_stripes * model.layout.num_experts * max(1, model.num_moe_layers)
+    return model.expert_bytes(weight_format, keep=keep) // units
 
 
 def _attention(shapes: Sequence[object]) -> tuple[AttentionLoad, ...]:

@@ -118,7 +118,7 @@ def forecast(
     """
 
     def place(changed: Flock, weight_format: str) -> Sequence[int] | None:
-        own = replace(sizes, weight_format=weight_format)
+        own = sizes.in_format(weight_format)
         # Given shares are one for each node, of which a change may have more.
         asked = shares if len(changed.nodes) == len(flock.nodes) else "auto"
         nodes = nodes_for(changed)
@@ -130,7 +130,7 @@ def forecast(
         room = [own.most_stripes(node.have_bytes) for node in nodes]
         return stripes if all(map(int.__le__, stripes, room)) else None
 
-    slices = place_slices(replace(sizes, weight_format=setting.weight_format), nodes_for(flock), shares)
+    slices = place_slices(sizes, nodes_for(flock), shares)
     stripes = [part.num_stripes for part in slices]
     rows = []
     for way, asked in _ways(setting):

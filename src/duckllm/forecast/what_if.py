@@ -58,8 +58,9 @@ def what_ifs(
     double = flock.with_nodes(tuple(each for each in flock.nodes for _ in range(2)))
     changes.append(("twice the nodes", double, setting))
     changes += _links(flock, setting)
-    other = "fp8" if setting.weight_format == "fp9" else "fp9"
-    changes.append((f"experts in {other}", flock, replace(setting, weight_format=other)))
+    others = {"fp9": ("fp8", "int4"), "fp8": ("fp9", "int4")}.get(setting.weight_format, ("fp8",))
+    for other in others:
+        changes.append((f"experts in {other}", flock, replace(setting, weight_format=other)))
     has_wire = any(is_away(flock, node) for node in flock.nodes)
     if setting.x_bytes == 4 and has_wire:
         changes.append(("bf16 on the wire, both ways", flock, replace(setting, x_bytes=2, reply_bytes=2)))

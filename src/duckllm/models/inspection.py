@@ -8,8 +8,9 @@ nothing but ``config.json``; reads no weights. What the host keeps of a tensor i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,8 @@ from duckllm.weights.architectures import layout_of
 from duckllm.weights.checkpoint import FP8, Checkpoint, is_gguf, load_json, read_quantisation
 from duckllm.weights.e4m3 import scale_shape
 from duckllm.weights.files import model_errors
-from duckllm.weights.formats import num_stripes, unit_bytes
+from duckllm.weights.formats import FORMATS, LayerFormat, is_lossless, num_stripes
+from duckllm.weights.layer_formats import CONVERTED_FORMATS, LayerNumbers, layer_formats
 from duckllm.weights.layout import ConfigReader, ModelLayout, check_bounds
 from duckllm.weights.manifest import MANIFEST_FILE, Manifest
 from duckllm.weights.safetensors_file import DTYPE_BYTES, TensorInfo, read_header
@@ -75,7 +77,9 @@ class Inspection:
         num_hidden_layers: Layers that a token passes.
         dtype: Type of the stored expert weights, or of most; of a configuration alone, what it says.
         scale_layout: Which weights of an expert share a scale, ``"block"`` or ``"channel"``.
-        weight_format: The format of a converted model's experts, else None.
+        weight_format: The format of a converted model's experts, or of most, else None.
+        layer_formats: That of each layer of a converted model; of a checkpoint the 4-bit formats that hold
+            layers as they are; empty where there is none.
         parts: The host's part, in :data:`ORDER`.
         max_position_embeddings: Its longest context.
         cache_elements_per_token: Numbers that the KV cache holds for one token.
@@ -96,6 +100,7 @@ class Inspection:
     dtype: str
     scale_layout: str
     weight_format: str | None
+    layer_formats: Mapping[int, str]
     parts: tuple[Part, ...]
     max_position_embeddings: int
     cache_elements_per_token: int
@@ -139,18 +144,66 @@ class Inspection:
         host = sum(part.num_weights for part in self.parts if part.name not in (MTP, "embedding"))
         return host + self.num_moe_layers * self.layout.num_experts_per_tok * self.expert_weights
 
-    def stripe_bytes(self, weight_format: str, *, drafts: bool = False) -> int:
+    def formats_in(self, weight_format: str, keep: Sequence[str] | None = None) -> dict[int, str]:
+        """The format of each layer's experts, those of multi-token prediction included.
+
+        Args:
+            weight_format: The format asked for: of a converted model its own, or fp9 or fp8 in the place of
+                each other; else as a conversion into it has them.
+            keep: Layers in other formats, as :func:`duckllm.weights.layer_formats.layer_formats` takes them.
+
+        Raises:
+            ConfigError: A rule is none.
+        """
+        stored = self.layer_formats
+        if self.weight_format is not None and keep is None:
+            if weight_format == self.weight_format:
+                return dict(stored)
+            if is_lossless(weight_format) and any(map(is_lossless, stored.values())):
+                return {layer: weight_format if is_lossless(name) else name for layer, name in stored.items()}
+        numbers = LayerNumbers(self.layout.moe_layers, self.num_hidden_layers)
+        kept = {} if self.weight_format else stored
+        if weight_format in FORMATS and weight_format not in CONVERTED_FORMATS:
+            kept = dict.fromkeys(self.layout.moe_layers, weight_format)  # as if the checkpoint had it so
+        return layer_formats(numbers, kept, weight_format=weight_format, keep=keep, requantise=True)
+
+    def _layers(self, drafts: bool) -> list[int]:
+        """The layers with experts that a token passes, and with guesses the first that makes them."""
+        passed = [layer for layer in self.layout.moe_layers if layer < self.num_hidden_layers]
+        return [*passed, self.num_hidden_layers] if drafts else passed
+
+    def counted_formats(
+        self, weight_format: str, *, drafts: bool = False, keep: Sequence[str] | None = None
+    ) -> dict[LayerFormat, int]:
+        """How many of the workers' layers are in each format; arguments as of :meth:`formats_in`."""
+        formats = self.formats_in(weight_format, keep)
+        layers = self._layers(drafts)
+        return dict(
+            Counter(LayerFormat.of(formats.get(each, weight_format), self._e4m3_layout) for each in layers)
+        )
+
+    @property
+    def _e4m3_layout(self) -> str:
+        return "channel" if self.scale_layout == "channel" else "block"
+
+    def stripe_bytes(
+        self, weight_format: str, *, drafts: bool = False, keep: Sequence[str] | None = None
+    ) -> int:
         """Bytes of one stripe of every expert of every layer that a token passes, or of one layer more."""
-        unit = unit_bytes(self.layout.hidden_size, weight_format, self.scale_layout)
-        return (self.num_moe_layers + drafts) * self.layout.num_experts * unit
+        counted = self.counted_formats(weight_format, drafts=drafts, keep=keep)
+        hidden, experts = self.layout.hidden_size, self.layout.num_experts
+        return experts * sum(form.unit_bytes(hidden) * count for form, count in counted.items())
 
-    def expert_bytes(self, weight_format: str, *, drafts: bool = False) -> int:
+    def expert_bytes(
+        self, weight_format: str, *, drafts: bool = False, keep: Sequence[str] | None = None
+    ) -> int:
         """Bytes of all experts that the workers hold."""
-        return self.num_stripes * self.stripe_bytes(weight_format, drafts=drafts)
+        return self.num_stripes * self.stripe_bytes(weight_format, drafts=drafts, keep=keep)
 
-    def expert_read_bytes(self, weight_format: str) -> int:
+    def expert_read_bytes(self, weight_format: str, keep: Sequence[str] | None = None) -> int:
         """Bytes of experts that one token reads, over all workers."""
-        return self.expert_bytes(weight_format) * self.layout.num_experts_per_tok // self.layout.num_experts
+        held = self.expert_bytes(weight_format, keep=keep)
+        return held * self.layout.num_experts_per_tok // self.layout.num_experts
 
 
 def inspect_model(folder: Path) -> Inspection:
@@ -189,6 +242,7 @@ def inspect_model(folder: Path) -> Inspection:
         dtype=found.dtype,
         scale_layout=found.scale_layout,
         weight_format=found.weight_format,
+        layer_formats=found.layer_formats,
         parts=_parts(found.layout, found.host, parsed),
         max_position_embeddings=parsed.max_position_embeddings,
         cache_elements_per_token=parsed.cache_elements_per_token,
@@ -212,6 +266,7 @@ class _Found:
     dtype: str
     scale_layout: str
     weight_format: str | None = None
+    layer_formats: Mapping[int, str] = field(default_factory=dict)
 
 
 def _read_converted(folder: Path) -> _Found:
@@ -222,14 +277,24 @@ def _read_converted(folder: Path) -> _Found:
         host |= read_header(folder / file)
     layout = layout_of(load_json(folder / "config.json"), host)
     dtype = str(manifest.source.get("dtype", ""))
-    return _Found("converted", layout, tuple(host.values()), dtype, manifest.scale_layout, manifest.format)
+    layouts = {manifest.layer_format(layer).scale_layout for layer in manifest.expert_layers}
+    scale_layout = "channel" if "channel" in layouts else manifest.scale_layout
+    return _Found(
+        *("converted", layout, tuple(host.values()), dtype, scale_layout),
+        manifest.format,
+        manifest.layer_formats(),
+    )
 
 
 def _read_checkpoint(folder: Path) -> _Found:
     checkpoint = Checkpoint.open(folder)
     layout = layout_of(checkpoint.config, checkpoint.tensors)
     tensors = find_tensors(checkpoint, layout)
-    return _Found("checkpoint", layout, tensors.host, tensors.experts.dtype, tensors.experts.scale_layout)
+    experts = tensors.experts
+    kept = {layer: experts.kept_format(layer) for layer in layout.moe_layers}
+    return _Found(
+        *("checkpoint", layout, tensors.host, experts.dtype, experts.scale_layout), layer_formats=kept
+    )
 
 
 def _read_configuration(folder: Path) -> _Found:

@@ -59,10 +59,14 @@ class ModelFolder:
         return self.num_layers in self.manifest.expert_layers
 
 
-def open_model(model: str | Path | None) -> ModelFolder:
+def open_model(model: str | Path | None, weight_format: str = "auto") -> ModelFolder:
     """The folder of a model, converted once where that is needed, and checked as far as is cheap.
 
     Reads duck.json and config.json, and the length of every other file; imports no torch.
+
+    Args:
+        model: As for :func:`duckllm.weights.resolve.resolve_model`.
+        weight_format: The same.
 
     Raises:
         ModelNotFoundError: No such folder, or no model in it.
@@ -70,7 +74,7 @@ def open_model(model: str | Path | None) -> ModelFolder:
         ModelError: The folder's content cannot be used; names the file.
         DiskSpaceError: A checkpoint has no room in the model cache.
     """
-    folder = resolve_model(model)
+    folder = resolve_model(model, weight_format=weight_format)
     manifest = Manifest.load(folder)
     manifest.check_config()
     layout = layout_of(load_json(folder / "config.json"), {})

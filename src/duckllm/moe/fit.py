@@ -7,8 +7,8 @@ aside; knows neither sockets nor the host's own half.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from duckllm.cluster.address import parse_address
@@ -16,7 +16,7 @@ from duckllm.cluster.plan import WorkerPlan
 from duckllm.config import show_size
 from duckllm.errors import InWords, PlacementError
 from duckllm.moe.placement import Slice, plan_slices
-from duckllm.weights.formats import unit_bytes
+from duckllm.weights.formats import LayerFormat
 from duckllm.worker.scratch import scratch_bytes
 
 if TYPE_CHECKING:
@@ -41,9 +41,7 @@ class ExpertSizes:
         num_experts: E.
         top_k: K.
         num_stripes: Stripes of a whole expert.
-        num_layers: Layers with experts that workers hold.
-        weight_format: Format of the experts.
-        scale_layout: Layout of the scales.
+        formats: How many layers are stored in each format.
         max_step_tokens: Most tokens in one step.
     """
 
@@ -52,34 +50,46 @@ class ExpertSizes:
     num_experts: int
     top_k: int
     num_stripes: int
-    num_layers: int
-    weight_format: str
-    scale_layout: str
+    formats: Mapping[LayerFormat, int]
     max_step_tokens: int
 
     @property
+    def num_layers(self) -> int:
+        """Layers with experts that workers hold."""
+        return sum(self.formats.values())
+
+    @property
     def stripe_read_bytes(self) -> int:
-        """What one token reads of one stripe, in one layer."""
-        return self.top_k * unit_bytes(self.hidden_size, self.weight_format, self.scale_layout)
+        """What one token reads of one stripe, in one layer; the mean where layers differ."""
+        return self.top_k * self.stripe_bytes // (self.num_experts * max(1, self.num_layers))
 
     @property
     def stripe_bytes(self) -> int:
         """One stripe of every expert of every layer."""
-        unit = unit_bytes(self.hidden_size, self.weight_format, self.scale_layout)
-        return self.num_layers * self.num_experts * unit
+        units = sum(form.unit_bytes(self.hidden_size) * count for form, count in self.formats.items())
+        return self.num_experts * units
+
+    def in_format(self, weight_format: str) -> ExpertSizes:
+        """These experts, all layers in another format; as they are where most are in it already."""
+        main = max(self.formats, key=lambda form: self.formats[form])
+        if main.format == weight_format:
+            return self
+        layout = "channel" if any(form.scale_layout == "channel" for form in self.formats) else "block"
+        return replace(self, formats={LayerFormat.of(weight_format, layout): self.num_layers})
 
     def buffer_bytes(self, num_stripes: int) -> int:
         """What a worker of so many stripes takes beside them: steps' buffers, page tables, the process."""
+        form = next(iter(self.formats))
         plan = WorkerPlan(
             model_hash="",
-            format=self.weight_format,
-            scale_layout=self.scale_layout,
+            format=form.format,
+            scale_layout=form.scale_layout,
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
             num_experts=self.num_experts,
             top_k=self.top_k,
             total_stripes=self.num_stripes,
-            unit_bytes=unit_bytes(self.hidden_size, self.weight_format, self.scale_layout),
+            unit_bytes=form.unit_bytes(self.hidden_size),
             first_stripe=0,
             num_stripes=num_stripes,
             layers=(),

@@ -10,8 +10,10 @@ import numpy.typing as npt
 import torch
 
 from duckllm import _native
+from duckllm.config import LOSSLESS_FORMATS
 from duckllm.prefill import check_prefill, select_isa
-from duckllm.weights.choice import ExpertSlice, load_units
+from duckllm.weights.choice import ExpertSlice, load_layers
+from duckllm.weights.formats import LayerFormat, is_lossless
 from duckllm.weights.manifest import Manifest
 from duckllm.weights.reader import ExpertFile
 
@@ -23,7 +25,7 @@ class LocalExperts:
         manifest: The converted model.
         max_step_tokens: Most tokens in one step.
         num_threads: Compute threads, this one included.
-        weight_format: Format to compute in, ``"fp9"`` or ``"fp8"``; ``"auto"`` takes what is stored, unless
+        weight_format: Format to compute in; ``"auto"`` takes what is stored, unless that is fp9 or fp8 and
             the other one is measured to be faster (:mod:`duckllm.weights.choice`).
         isa: Kernel to use; ``"auto"`` takes the best.
         prefill: ``"f32"``, or ``"bf16"`` for experts of many rows (csrc/kernels/experts.h).
@@ -65,8 +67,9 @@ class LocalExperts:
             scale_layout=manifest.scale_layout,
         )
         stored = {layer: file.units for layer, file in files.items()}
-        choice, self._units = load_units(part, stored, manifest.format, weight_format)
-        self.weight_format = choice.format
+        forms = {layer: file.format for layer, file in files.items()}
+        loaded = load_layers(part, stored, forms, weight_format)
+        self.weight_format, self._units, self._formats = loaded.choice.format, loaded.units, loaded.formats
         self._experts = _native.Experts(
             manifest.hidden_size,
             manifest.moe_intermediate_size,
@@ -78,9 +81,7 @@ class LocalExperts:
             num_threads,
             0,
             isa,
-            self.weight_format,
             prefill=prefill,
-            scale_layout=manifest.scale_layout,
         )
 
     @property
@@ -96,6 +97,7 @@ class LocalExperts:
             num_threads: Compute threads, the exchange's included.
             spin_us: How long idle threads wait before they sleep, microseconds.
         """
+        layouts = {form.scale_layout for form in self._formats.values() if is_lossless(form.format)}
         return _native.experts_server(
             self._units,
             hidden_size=self._manifest.hidden_size,
@@ -105,9 +107,10 @@ class LocalExperts:
             num_threads=num_threads,
             spin_us=spin_us,
             isa=self._isa,
-            format=self.weight_format,
+            format=LOSSLESS_FORMATS[0],
             prefill=self._prefill,
-            scale_layout=self._manifest.scale_layout,
+            scale_layout=next(iter(layouts), "block"),
+            layer_formats={layer: form.format for layer, form in self._formats.items()},
         )
 
     @property
@@ -119,7 +122,8 @@ class LocalExperts:
         self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, lane: int = 0
     ) -> LocalStep:
         """A step, not yet computed. Shapes as :class:`duckllm.moe.executor.ExpertExecutor`."""
-        return LocalStep(self._experts, self._units[layer], x.numpy(), topk_ids.numpy(), topk_weights.numpy())
+        rows = (x.numpy(), topk_ids.numpy(), topk_weights.numpy())
+        return LocalStep(self._experts, self._units[layer], self._formats[layer], *rows)
 
 
 class LocalStep:
@@ -129,14 +133,17 @@ class LocalStep:
         self,
         experts: _native.Experts,
         units: npt.NDArray[np.uint8],
+        form: LayerFormat,
         x: npt.NDArray[np.float32],
         topk_ids: npt.NDArray[np.int32],
         topk_weights: npt.NDArray[np.float32],
     ) -> None:
-        self._experts, self._units = experts, units
+        self._experts, self._units, self._form = experts, units, form
         self._rows = (x, topk_ids, topk_weights)
 
     def wait(self, shared: torch.Tensor | None = None) -> torch.Tensor:
         """The weighted sum over each token's experts, [T, H] f32, with ``shared`` added."""
-        routed = torch.from_numpy(self._experts.run(self._units, *self._rows))
+        form = self._form
+        out = self._experts.run(self._units, *self._rows, format=form.format, scale_layout=form.scale_layout)
+        routed = torch.from_numpy(out)
         return routed if shared is None else shared.add_(routed)

@@ -88,7 +88,7 @@ def plan_workers(
         max_step_tokens: Most tokens in one step.
         wire_dtype: Activations on the wire, ``"f32"`` or ``"bf16"``.
         reply_dtype: Partial sums on the wire, ``"f32"`` or ``"bf16"``.
-        weight_format: Format to compute in, ``"fp9"`` or ``"fp8"``; ``"auto"`` leaves it to each worker.
+        weight_format: Format to compute in; ``"auto"`` leaves it to each worker.
         slices: Each worker's; None for even ones.
         num_layers: Layers that the host runs, the first ones; what a converted model has behind them (the
             layers of multi-token prediction) is no worker's. None for all.
@@ -117,6 +117,8 @@ def plan_workers(
                     layer,
                     entry.file,
                     tuple(entry.stripe_sha256[part.first_stripe : part.first_stripe + part.num_stripes]),
+                    entry.format,
+                    entry.scale_layout,
                 )
                 for layer, entry in sorted(manifest.expert_layers.items())
                 if num_layers is None or layer < num_layers

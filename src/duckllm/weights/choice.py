@@ -1,14 +1,15 @@
 """Which format a slice is computed in: as it is stored, or the other one where that was measured faster.
 
-Called by workers and by the in-process experts; imports no torch. Which format decodes faster depends on the
-machine: where memory limits, fp8 reads an eighth less, and where the cores limit, fp9 takes less work.
+Called by workers and by the in-process experts; imports no torch. Which of fp9 and fp8, which hold the same
+weights, decodes faster depends on the machine: where memory limits, fp8 reads an eighth less, and where the
+cores limit, fp9 takes less work. Nothing is rounded here: layers in other formats are used as they are.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from duckllm import _native
 from duckllm.config import LOSSLESS_FORMATS
 from duckllm.errors import WeightFormatError
 from duckllm.weights.e4m3 import U8
-from duckllm.weights.formats import is_lossless, unit_bytes
+from duckllm.weights.formats import LayerFormat, is_lossless, unit_bytes
 from duckllm.weights.recode import available_memory_bytes, copy_fits, recode_units
 from duckllm.weights.records import STRIPE_CHANNELS
 
@@ -93,7 +94,7 @@ def choose_format(
     Raises:
         WeightFormatError: A format other than the stored one was requested, and its copy does not fit.
     """
-    if requested == stored:
+    if requested == stored or not is_lossless(stored):
         return FormatChoice(stored, f"{stored} as stored")
     if requested != "auto":
         need = part.num_bytes(requested)
@@ -105,8 +106,6 @@ def choose_format(
         return FormatChoice(requested, f"{stored} as a copy in {requested}")
     if part.num_bytes(stored) < MIN_MEASURED_BYTES:
         return FormatChoice(stored, f"{stored} as stored, too small to measure others")
-    if not is_lossless(stored):
-        return FormatChoice(stored, f"{stored} as stored, which no other format holds")
     (other,) = set(LOSSLESS_FORMATS) - {stored}
     need = part.num_bytes(other)
     if not copy_fits(need):
@@ -117,6 +116,75 @@ def choose_format(
     if speeds[other] < MIN_GAIN * speeds[stored]:
         return FormatChoice(stored, f"{stored} as stored ({measured})")
     return FormatChoice(other, f"{stored} as a copy in {other} ({measured})")
+
+
+@dataclass(frozen=True)
+class LoadedUnits:
+    """The units to compute with.
+
+    Args:
+        choice: Their formats, several with a plus, and why.
+        units: By layer: as they are mapped, or copies.
+        formats: By layer.
+    """
+
+    choice: FormatChoice
+    units: dict[int, U8]
+    formats: dict[int, LayerFormat]
+
+
+def load_layers(
+    part: ExpertSlice,
+    layers: Mapping[int, U8],
+    stored: Mapping[int, LayerFormat],
+    requested: str,
+    check_stop: Callable[[], None] = lambda: None,
+    copy: bool = False,
+) -> LoadedUnits:
+    """The units to compute with, where layers may be stored in several formats.
+
+    Those in fp9 and fp8 become what :func:`choose_format` says of them together; others stay as they are.
+
+    Args:
+        part: The slice; layers that share a format and a layout have theirs put in its place.
+        layers: Its units by layer, as stored and checked.
+        stored: How each layer is stored.
+        requested: ``"auto"``, or the format to use whatever its speed; other than fp9 and fp8 one that a
+            layer is stored in.
+        check_stop: Called before each copy; raises to give up.
+        copy: Copy what is used as stored, too.
+
+    Raises:
+        WeightFormatError: As :func:`load_units`; or no layer is stored so that it could be computed in the
+            requested format.
+    """
+    groups: dict[LayerFormat, list[int]] = {}
+    for layer in layers:
+        groups.setdefault(stored[layer], []).append(layer)
+    names = {form.format for form in groups}
+    reachable = names | (set(LOSSLESS_FORMATS) if any(map(is_lossless, names)) else set())
+    if requested not in ("auto", *reachable):
+        raise WeightFormatError(
+            f"weights: got {' and '.join(sorted(names))}, expected {requested}, to which nothing is rounded "
+            "when a model starts; duckllm convert makes a model in that format"
+        )
+    units: dict[int, U8] = {}
+    formats: dict[int, LayerFormat] = {}
+    reasons: dict[str, None] = {}
+    for form, numbers in groups.items():
+        its = replace(part, num_layers=len(numbers), scale_layout=form.scale_layout)
+        wanted = requested if is_lossless(requested) and is_lossless(form.format) else "auto"
+        mine = {layer: layers[layer] for layer in numbers}
+        choice, loaded = load_units(its, mine, form.format, wanted, check_stop, copy)
+        units |= loaded
+        formats |= dict.fromkeys(numbers, LayerFormat(choice.format, form.scale_layout))
+        reasons[choice.reason] = None
+    used = dict.fromkeys(form.format for form in formats.values())
+    return LoadedUnits(
+        FormatChoice("+".join(sorted(used)), "; ".join(reasons)),
+        {layer: units[layer] for layer in layers},
+        formats,
+    )
 
 
 def load_units(

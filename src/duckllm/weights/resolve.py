@@ -20,6 +20,7 @@ from duckllm.weights.console import ConsoleProgress
 from duckllm.weights.convert import Progress, convert
 from duckllm.weights.files import model_errors
 from duckllm.weights.hub import HubModel
+from duckllm.weights.layer_formats import QUANTISED_FORMATS
 from duckllm.weights.manifest import FORMAT_VERSION, MANIFEST_FILE, Manifest
 from duckllm.weights.progress_file import PROGRESS_FILE
 
@@ -86,13 +87,17 @@ def _hint(name: str) -> str:
     return ""
 
 
-def resolve_model(model: str | Path | None, progress: Progress | None = None) -> Path:
+def resolve_model(
+    model: str | Path | None, progress: Progress | None = None, weight_format: str = "auto"
+) -> Path:
     """The folder of a converted model.
 
     Args:
         model: What :func:`find_model` takes. A converted folder is returned as it is; a checkpoint is
             converted once into the model cache.
         progress: As for :func:`duckllm.weights.convert.convert`; the console by default.
+        weight_format: A format that weights are rounded to (int8, int4) is what a checkpoint is converted
+            into; any other converts as ``"auto"`` does, without rounding more than e4m3 has to.
 
     Raises:
         ModelNotFoundError: No such folder, or no model in it, and none on the hub.
@@ -117,10 +122,12 @@ def resolve_model(model: str | Path | None, progress: Progress | None = None) ->
     with model_errors(folder):
         fingerprint = Checkpoint.open(folder).fingerprint()[:12]
     # Another version of the format gets another folder: an older program may still use the old one.
-    destination = cache_folder() / f"{place.name}-v{FORMAT_VERSION}-{fingerprint}"
+    rounded = weight_format if weight_format in QUANTISED_FORMATS else "auto"
+    suffix = "" if rounded == "auto" else f"-{rounded}"
+    destination = cache_folder() / f"{place.name}-v{FORMAT_VERSION}-{fingerprint}{suffix}"
     if progress is not None:
-        convert(folder, destination, progress=progress, origin=place.origin)
+        convert(folder, destination, weight_format=rounded, progress=progress, origin=place.origin)
     else:
         with ConsoleProgress(f"Converting {place.name} into {destination}") as shown:
-            convert(folder, destination, progress=shown, origin=place.origin)
+            convert(folder, destination, weight_format=rounded, progress=shown, origin=place.origin)
     return destination

@@ -23,7 +23,7 @@ from duckllm.cluster.plan import WorkerPlan
 from duckllm.cluster.shared_memory import worker_end
 from duckllm.errors import DuckError, ProtocolError, WorkerUnavailableError
 from duckllm.prefill import check_prefill, select_isa
-from duckllm.weights.choice import ExpertSlice, FormatChoice, load_units
+from duckllm.weights.choice import ExpertSlice, FormatChoice, load_layers
 from duckllm.weights.e4m3 import U8
 from duckllm.weights.recode import huge_page_bytes
 from duckllm.worker.config import WorkerConfig
@@ -231,7 +231,8 @@ class Sessions:
             requested = plan.weight_format
         # What is in memory of its own already is not copied into such again.
         copy = self._config.copy and not (mapped.in_memory and not mapped.paths)
-        choice, layers = load_units(part, mapped.units, plan.format, requested, check_stop, copy=copy)
+        stored = {layer.layer: plan.layer_format(layer) for layer in plan.layers}
+        loaded = load_layers(part, mapped.units, stored, requested, check_stop, copy=copy)
         server = _native.StepServer(
             hidden_size=plan.hidden_size,
             intermediate_size=plan.intermediate_size,
@@ -244,14 +245,13 @@ class Sessions:
             spin_us=self._config.resolved_spin_us,
             frame_timeout_ms=round(self._config.frame_timeout_s * 1000),
             send_timeout_ms=round(self._config.send_timeout_s * 1000),
-            format=choice.format,
             pin_threads=self._config.resolved_pin,
             prefill=self._config.prefill,
-            scale_layout=plan.scale_layout,
         )
-        for layer, units in layers.items():
-            server.add_layer(layer, units)
-        return Prepared(server, choice, _weight_memory(mapped, layers))
+        for layer, units in loaded.units.items():
+            form = loaded.formats[layer]
+            server.add_layer(layer, units, form.format, form.scale_layout)
+        return Prepared(server, loaded.choice, _weight_memory(mapped, loaded.units))
 
 
 @dataclass(frozen=True)

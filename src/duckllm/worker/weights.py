@@ -124,7 +124,7 @@ class WorkerWeights:
         for layer in plan.layers:
             path = self.find(plan, layer)
             if path is not None:
-                units = map_units(path, (plan.num_experts, plan.total_stripes, plan.unit_bytes))
+                units = map_units(path, (plan.num_experts, plan.total_stripes, plan.unit_bytes_of(layer)))
                 mapped.paths[layer.layer] = path
                 mapped.units[layer.layer] = units[:, plan.first_stripe : last]
         lacking = [layer for layer in plan.layers if layer.layer not in mapped.units]
@@ -132,7 +132,7 @@ class WorkerWeights:
             self._reserve(plan, lacking)
             mapped.cache_folder = self._open_cache().folder if self._config.cache else None
         for layer in lacking:
-            memory = ShardMemory(plan.num_experts, plan.num_stripes, plan.unit_bytes)
+            memory = ShardMemory(plan.num_experts, plan.num_stripes, plan.unit_bytes_of(layer))
             mapped.shards[layer.layer], mapped.units[layer.layer] = memory, memory.units
         return mapped
 
@@ -183,6 +183,7 @@ class WorkerWeights:
         if not mapped.shards:
             return
         missing: list[Shard] = []
+        shard_bytes = {layer.layer: plan.num_experts * plan.unit_bytes_of(layer) for layer in plan.layers}
         for layer in plan.layers:
             if layer.layer not in mapped.shards:
                 continue
@@ -197,19 +198,19 @@ class WorkerWeights:
         buffer = new_buffer()
         for shard in missing:
             check_stop()
-            self._fetch(plan, mapped, shard, channel, buffer)
-            mapped.fetched_bytes += plan.num_experts * plan.unit_bytes
+            self._fetch(plan, mapped, shard, shard_bytes[shard.layer], channel, buffer)
+            mapped.fetched_bytes += shard_bytes[shard.layer]
 
     def _fetch(
         self,
         plan: WorkerPlan,
         mapped: MappedSlice,
         shard: Shard,
+        num_bytes: int,
         channel: ControlChannel,
         buffer: memoryview,
     ) -> None:
         memory, offset = mapped.shards[shard.layer], shard.stripe - plan.first_stripe
-        num_bytes = plan.num_experts * plan.unit_bytes
         if mapped.in_memory:
             room, filled = memory.shard(offset), 0
 
@@ -239,7 +240,7 @@ class WorkerWeights:
     ) -> bool:
         """Maps a shard from the node cache if it is there and intact; one that is damaged is removed."""
         cache, sha256 = self._open_cache(), layer.stripe_sha256[offset]
-        descriptor = cache.open_shard(sha256, plan.num_experts * plan.unit_bytes)
+        descriptor = cache.open_shard(sha256, plan.num_experts * plan.unit_bytes_of(layer))
         if descriptor is None:
             return False
         try:
@@ -262,12 +263,12 @@ class WorkerWeights:
         expected = unit_bytes(plan.hidden_size, plan.format, plan.scale_layout)
         if plan.unit_bytes != expected:
             raise ProtocolError(f"plan unit_bytes: got {plan.unit_bytes}, expected {expected}")
-        shard_bytes = plan.num_experts * plan.unit_bytes
+        shard_bytes = {layer.layer: plan.num_experts * plan.unit_bytes_of(layer) for layer in lacking}
         if self._config.cache:
-            needed = {sha256: shard_bytes for layer in lacking for sha256 in layer.stripe_sha256}
+            needed = {sha256: shard_bytes[layer.layer] for layer in lacking for sha256 in layer.stripe_sha256}
             self._open_cache().reserve(needed)
             return
-        need = len(lacking) * plan.num_stripes * shard_bytes
+        need = plan.num_stripes * sum(shard_bytes.values())
         if not copy_fits(need):
             raise WeightFormatError(
                 f"no_cache: got a slice of {need:,} bytes, expected at most nine tenths of the "
