@@ -2,9 +2,10 @@
 
     python benchmarks/offline/format_plans.py
 
-DeepSeek-V3.2, Kimi-K2 and Qwen3-235B-A22B on Intel N100 of 16, 32 and 64 GiB at 2.5 Gbit/s, the host a desktop
-with an RTX 5090 at 25 Gbit/s, bf16 on the wire, 1024 tokens of context, one request, no guesses. Nothing is
-measured here: arithmetic on docs/planning.md's assumptions, whose table it prints. Ends with one JSON line.
+DeepSeek-V3.2, Kimi-K2 and Qwen3-235B-A22B on Intel N100 of 16, 32 and 64 GiB at 2.5 Gbit/s, the host a
+desktop with an RTX 5090 at 25 Gbit/s, bf16 on the wire, 1024 tokens of context, one request, no guesses.
+Nothing is measured here: arithmetic on docs/planning.md's assumptions, whose table it prints. Ends with one
+JSON line.
 """
 
 from __future__ import annotations
