@@ -15,6 +15,9 @@ from duckllm.cli import main as main_module
 from duckllm.cli.main import app
 from duckllm.device import Device
 from duckllm.errors import AuthenticationError, ConfigError, InWords, PlacementError
+from duckllm.models.inspection import inspect_model
+from duckllm.weights.convert import convert
+from duckllm.weights.formats import LayerFormat
 from worker_harness import running_worker
 
 ROOT = Path(__file__).parents[2]
@@ -386,3 +389,35 @@ def test_presets_are_printed_with_their_sources() -> None:
     assert "raspberry-pi-5: Raspberry Pi 5; not supported: its CPU is an ARM" in text
     assert re.search(r"^    35 GB/s read: published by", text, re.MULTILINE)
     assert re.search(r"^rtx-5090: 32 GiB of VRAM, 1792 GB/s", text, re.MULTILINE)
+
+
+def test_plans_of_4_bits_count_each_layer_in_its_format(demo_checkpoint: Path) -> None:
+    model = inspect_model(demo_checkpoint)
+    unit = {name: LayerFormat.of(name, "block").unit_bytes(256) for name in ("fp8", "int8", "int4")}
+    ways = {
+        (): {"int4": 5, "fp8": 1},
+        ("--draft", "off"): {"int4": 5},
+        ("--keep", "fp8:first,last,mtp", "--keep", "int8:3"): {"int4": 2, "fp8": 3, "int8": 1},
+        ("--keep", "none"): {"int4": 6},
+    }
+    for options, counted in ways.items():
+        facts = json.loads(run("plan", demo_checkpoint, "--format", "int4", *options, "--json"))
+        assert facts["layer_formats"] == counted
+        size = sum(unit[name] * count for name, count in counted.items()) * 32 * model.num_stripes
+        assert sum(worker["weight_bytes"] for worker in facts["workers"]) == size
+    assert json.loads(run("plan", demo_checkpoint, "--json"))["format"] == "fp9"
+    read = json.loads(run("plan", demo_checkpoint, "--format", "int4", "--json"))["expert_bytes_per_token"]
+    assert read == 5 * unit["int4"] * 4 * model.num_stripes
+
+
+def test_a_converted_model_is_counted_as_it_is(tmp_path: Path, demo_checkpoint: Path) -> None:
+    convert(demo_checkpoint, tmp_path / "demo", weight_format="int4", keep=["fp8:first,mtp"])
+    folder = tmp_path / "demo"
+    facts = json.loads(run("inspect", folder, "--json"))
+    assert (facts["format"], facts["layer_formats"]) == ("int4", "int4, fp8 in layers 1 and 6")
+    assert "converted model, experts in int4, fp8 in layers 1 and 6" in run("inspect", folder)
+    assert json.loads(run("plan", folder, "--json"))["layer_formats"] == {"int4": 4, "fp8": 2}
+    facts = json.loads(run("plan", folder, "--format", "fp9", "--json"))
+    assert facts["layer_formats"] == {"int4": 4, "fp9": 2}  # of which a worker makes a copy
+    listed = json.loads(run("inspect", demo_checkpoint, "--json"))["experts_by_format"]
+    assert list(listed) == ["fp9", "fp8", "int8", "int4"]

@@ -138,3 +138,30 @@ def test_processes_that_start_together_share_one_conversion(cache: Path) -> None
     assert len(outputs) == 1
     assert len(list(cache.iterdir())) == 1
     Manifest.load(outputs.pop().strip()).check_files()
+
+
+def test_a_format_that_rounds_has_a_folder_of_its_own(cache: Path, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "my-model")
+    plain = resolve_model(tmp_path / "my-model")
+    rounded = resolve_model(tmp_path / "my-model", weight_format="int4")
+    assert rounded.name == plain.name + "-int4"
+    assert (Manifest.load(plain).format, Manifest.load(rounded).format) == ("fp9", "int4")
+    # Formats that the stored one is copied into, or that only checkpoints have, convert as ever.
+    for weight_format in ("auto", "fp8", "mxfp4"):
+        assert resolve_model(tmp_path / "my-model", weight_format=weight_format) == plain
+    # A converted model is what it is: no format makes another of it.
+    assert resolve_model(plain, weight_format="int4") == plain
+
+
+def test_a_chat_in_4_bits_converts_into_them_and_a_converted_model_is_refused(cache: Path) -> None:
+    from duckllm import LLM, SamplingParams
+    from duckllm.errors import WeightFormatError
+
+    with LLM(workers=0, weight_format="int4") as llm:
+        assert llm.cluster_info().weight_format == "fp8+int4"
+        output = llm.generate([[1, 20, 21]], SamplingParams(temperature=0, max_tokens=2))[0]
+        assert len(output.outputs[0].token_ids) == 2
+    assert [path.name[-5:] for path in cache.iterdir() if path.name.startswith("duck-demo")] == ["-int4"]
+    folder = resolve_model(None)
+    with pytest.raises(WeightFormatError, match="got fp9, expected int4, to which nothing is rounded when a"):
+        LLM(folder, workers=0, weight_format="int4")

@@ -22,7 +22,7 @@ from duckllm.cli.bench_common import (
 )
 from duckllm.cli.model_options import InspectedModel
 from duckllm.cli.terminal import plain_title, table_console
-from duckllm.config import LOSSLESS_FORMATS, MAX_STEP_TOKENS, WIRE_DTYPES, available_cores
+from duckllm.config import MAX_STEP_TOKENS, WEIGHT_FORMATS, WIRE_DTYPES, available_cores
 from duckllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,7 +75,10 @@ def simulate(
     ] = 0.0,
     weight_format: Annotated[
         str,
-        typer.Option("--format", help="Format of the experts: fp9 or fp8; by default the model's, or fp9."),
+        typer.Option(
+            "--format",
+            help=f"Format of the experts: {', '.join(WEIGHT_FORMATS)}; by default the model's, or fp9.",
+        ),
     ] = "",
     wire_dtype: Annotated[str, typer.Option(help="Activations on the wire: f32 or bf16.")] = "f32",
     reply_dtype: Annotated[str, typer.Option(help="Partial sums on the wire: f32 or bf16.")] = "f32",
@@ -111,7 +114,7 @@ def simulate(
     for field, value, known in (
         ("wire_dtype", wire_dtype, WIRE_DTYPES),
         ("reply_dtype", reply_dtype, WIRE_DTYPES),
-        ("format", weight_format, ("", *LOSSLESS_FORMATS)),
+        ("format", weight_format, ("", *WEIGHT_FORMATS)),
     ):
         if value not in known:
             raise ConfigError(field, value, "one of " + ", ".join(filter(None, known)))
@@ -119,7 +122,7 @@ def simulate(
         _check_number(field, number, 0.0)
     _check_link("host_link", host_link)
     slower = parse_slow(slow, max(counts))
-    describe_node(node, LOSSLESS_FORMATS[0], speed, link, delay_us)  # which refuses before anything is read
+    describe_node(node, WEIGHT_FORMATS[0], speed, link, delay_us)  # which refuses before anything is read
     if plot is not None:
         check_plot(plot)
         check_save(plot, "plot")
@@ -127,7 +130,7 @@ def simulate(
         check_save(save)
     with Waiting(f"Reading {model or 'the demo model'}"):
         found = inspect_model(find_model(model, whole=False).folder)
-    chosen = weight_format or found.weight_format or LOSSLESS_FORMATS[0]
+    chosen = weight_format or found.weight_format or WEIGHT_FORMATS[0]
     each = describe_node(node, chosen, speed, link, delay_us)
     experts = expert_layers(found, chosen, wire_dtype, reply_dtype)
     if workers is None:

@@ -35,7 +35,8 @@ def worker(
         typer.Option(
             "--format",
             help="Format to compute in: fp9 or fp8, of which a copy is made in memory if the model is "
-            "stored in the other; auto takes the faster one where the slice is large.",
+            "stored in the other; auto takes the faster one where the slice is large. Other formats are "
+            "computed as they are stored, whatever is said.",
         ),
     ] = "auto",
     prefill: Annotated[

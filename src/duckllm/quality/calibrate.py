@@ -21,6 +21,7 @@ from duckllm.quality.importance import GateUp, Importance
 from duckllm.quality.texts import Passage
 from duckllm.weights.e4m3 import dequantise
 from duckllm.weights.formats import is_lossless
+from duckllm.weights.layer_formats import in_words
 from duckllm.weights.manifest import Manifest
 from duckllm.weights.reader import ExpertFile
 from duckllm.weights.recode import recode_units
@@ -59,9 +60,9 @@ class StoredExperts:
     """
 
     def __init__(self, manifest: Manifest) -> None:
-        if not is_lossless(manifest.format):
+        if not all(map(is_lossless, manifest.layer_formats().values())):
             expected = "a checkpoint, or a model in " + " or ".join(LOSSLESS_FORMATS)
-            raise ConfigError("model", InWords(f"one in {manifest.format}"), expected)
+            raise ConfigError("model", InWords(f"one in {in_words(manifest.layer_formats())}"), expected)
         self._manifest = manifest
         self._files: dict[int, ExpertFile] = {}
 
@@ -72,12 +73,13 @@ class StoredExperts:
             CheckpointError: The layer's file is missing or truncated.
             WeightFormatError: The units hold what the format cannot.
         """
-        manifest, layout = self._manifest, self._manifest.scale_layout
+        manifest = self._manifest
         if layer not in self._files:
             self._files[layer] = ExpertFile.open(manifest, layer)
         units = self._files[layer].units[expert : expert + 1]
-        if manifest.format != "fp8":  # numpy unpacks that ten times as fast
-            units = recode_units(units, manifest.hidden_size, manifest.format, "fp8", 1, layout)
+        stored, layout = self._files[layer].format.format, self._files[layer].format.scale_layout
+        if stored != "fp8":  # numpy unpacks that ten times as fast
+            units = recode_units(units, manifest.hidden_size, stored, "fp8", 1, layout)
         weights = unpack_expert_units(
             units[0], manifest.moe_intermediate_size, manifest.hidden_size, "fp8", layout
         )

@@ -16,7 +16,6 @@ from duckllm.forecast.presets import COMPUTERS
 from duckllm.forecast.step import WIRE_OVERHEAD
 from duckllm.models.inspection import Inspection
 from duckllm.moe.placement import plan_slices
-from duckllm.weights.formats import unit_bytes
 
 # Of a small message through a switch and two network stacks: half of a round trip of about 50 us.
 DELAY_US = 25.0
@@ -61,7 +60,7 @@ class ExpertLayers:
         num_experts: E.
         top_k: K.
         layers: Numbers of the layers that have experts.
-        unit_bytes: A stripe of an expert.
+        unit_bytes: A stripe of an expert, the mean over layers where these differ.
         num_stripes: Stripes of a whole expert.
         wire_dtype: Activations on the wire.
         reply_dtype: Partial sums on the wire.
@@ -127,7 +126,7 @@ def expert_layers(
         layout.num_experts,
         layout.num_experts_per_tok,
         tuple(layer for layer in layout.moe_layers if layer < model.num_hidden_layers),
-        unit_bytes(layout.hidden_size, weight_format, model.scale_layout),
+        model.stripe_bytes(weight_format) // (layout.num_experts * max(1, model.num_moe_layers)),
         model.num_stripes,
         wire_dtype,
         reply_dtype,

@@ -41,7 +41,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--spin-us", type=int, default=_DEFAULTS.spin_us)
     parser.add_argument("--pin", action=argparse.BooleanOptionalAction, help="keep each thread on one core")
     parser.add_argument(
-        "--format", dest="weight_format", default=_DEFAULTS.weight_format, help="auto, fp9 or fp8"
+        "--format",
+        dest="weight_format",
+        default=_DEFAULTS.weight_format,
+        help="auto, fp9 or fp8, or another format that the model is stored in",
     )
     parser.add_argument("--prefill", default=_DEFAULTS.prefill, help="f32 or bf16, for experts of many rows")
     parser.add_argument("--cache-dir", type=Path, help="folder of the node cache")
