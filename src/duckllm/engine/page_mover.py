@@ -17,6 +17,8 @@ import torch
 
 from duckllm.engine.page_files import PageBytes
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
 
 class PageMover:
     """Copies pages between tensors and bytes; on a GPU beside the steps, in a stream of its own.
@@ -37,9 +39,11 @@ class PageMover:
     def __init__(self, tensors: Sequence[torch.Tensor], page_tokens: int) -> None:
         first = tensors[0]
         assert all((each.dtype, each.device) == (first.dtype, first.device) for each in tensors)
-        self._pages = [each.view(len(each) // page_tokens, page_tokens * each.shape[1]) for each in tensors]
+        # As integers: a GPU's copy of numbers may make another NaN of one.
+        self._dtype = _INTEGERS[first.dtype.itemsize]
+        bits = [each.view(self._dtype) for each in tensors]
+        self._pages = [each.view(len(each) // page_tokens, page_tokens * each.shape[1]) for each in bits]
         self._sizes = [each.shape[1] for each in self._pages]
-        self._dtype = first.dtype
         self.page_bytes = sum(self._sizes) * first.dtype.itemsize
         self._new_buffers: Callable[[], _GpuBuffers] | None = None
         self._idle: deque[_GpuBuffers] = deque()
