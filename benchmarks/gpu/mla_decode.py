@@ -60,12 +60,13 @@ def measure_attention(bandwidth: float, rate: float) -> dict[str, object]:
                 chosen = [torch.randperm(length, device="cuda")[:seen].sort()[0] for _ in range(num_rows)]
                 counts = torch.full_like(rows.positions, seen)
                 selection = Selection(torch.stack(chosen).int(), counts) if num_selected else None
-                y = attend_latents(q, cache, rows, SCALE, LATENT, selection)
+                is_short = selection is not None or length <= 2048
+                y = attend_latents(q, cache, rows, SCALE, LATENT, selection, is_short)
                 slots = rows.pages[0].long()[chosen[0] // PAGE_TOKENS] * PAGE_TOKENS + chosen[0] % PAGE_TOKENS
                 keys = cache[slots].double()
                 wanted = (q[0].double() @ keys.T * SCALE).softmax(-1) @ keys[:, :LATENT]
                 assert (y[0] - wanted).norm() <= 4e-3 * wanted.norm(), "attention is wrong"
-                call = lambda: attend_latents(q, cache, rows, SCALE, LATENT, selection)  # noqa: B023, E731
+                call = lambda: attend_latents(q, cache, rows, SCALE, LATENT, selection, is_short)  # noqa: B023, E731
                 times = graph_us([call] * 4)
                 # Rows of one context read its latents once; selections may differ.
                 read_us = (num_rows if num_selected else 1) * seen * WIDTH * 2 / bandwidth

@@ -89,11 +89,11 @@ def small_kernels(num_rows: int) -> dict[str, Callable[[], object]]:
         weight = torch.randn(width, device="cuda")
         wide = (x + delta).double()
         wanted = wide / (wide.square().mean(1, keepdim=True) + EPS).sqrt() * weight
-        assert_near(add_rms_norm(x, delta, weight, EPS)[1].values, wanted, "the norm")
+        assert_near(add_rms_norm(x, (delta,), weight, EPS)[1].values, wanted, "the norm")
         assert_near(rms_norm(x + delta, weight, EPS).values, wanted, "the norm")
         calls[f"rms_norm {width}"] = lambda x=x, w=weight: rms_norm(x, w, EPS)
         if width in (7168, 2048):
-            calls[f"add_rms_norm {width}"] = lambda x=x, d=delta, w=weight: add_rms_norm(x, d, w, EPS)
+            calls[f"add_rms_norm {width}"] = lambda x=x, d=delta, w=weight: add_rms_norm(x, (d,), w, EPS)
     for width in (2048, 18432):
         gate_up = torch.randn(num_rows, 2 * width, device="cuda")
         gate, up = gate_up.double().split(width, 1)

@@ -127,15 +127,19 @@ def test_a_selection_is_all_that_is_seen(num_selected: int, num_rows: int) -> No
     for row in range(num_rows):  # what lies behind a row's count is no position
         positions[row, int(counts[row]) :] = 2**30
     selection = indexer.Selection(positions, counts)
-    check(mla_decode.attend_latents(q, cache, rows, SCALE, 512, selection), q, cache, rows, 512, selection)
+    for is_short in (False, True):
+        y = mla_decode.attend_latents(q, cache, rows, SCALE, 512, selection, is_short)
+        check(y, q, cache, rows, 512, selection)
 
 
-def test_a_row_has_the_same_bits_in_any_company() -> None:
+@pytest.mark.parametrize("is_short", [False, True])
+def test_a_row_has_the_same_bits_in_any_company(is_short: bool) -> None:
     torch.manual_seed(1)
     seen = [(0, 3000), (0, 70), (0, 3001), (5, 9000), (0, 3002), (0, 0), (0, -1)]
     seen += [(0, 50 * row) for row in range(57)]
     q, cache, rows = made_up(seen, 128)
-    together = mla_decode.attend_latents(q, cache, rows, SCALE, 512)
+    together = mla_decode.attend_latents(q, cache, rows, SCALE, 512, is_short=is_short)
     for which in ([0], [1], [2, 3, 4], [5, 3], list(range(17)), list(range(40, 57))):
-        y = mla_decode.attend_latents(q[which].contiguous(), cache, part_of(rows, which), SCALE, 512)
+        own, own_rows = q[which].contiguous(), part_of(rows, which)
+        y = mla_decode.attend_latents(own, cache, own_rows, SCALE, 512, is_short=is_short)
         assert torch.equal(y, together[which])

@@ -123,15 +123,15 @@ def scaling_factor_missing(case: Case, patch: pytest.MonkeyPatch) -> CausalLM:
 
 
 def correction_bias_in_the_weights(case: Case, patch: pytest.MonkeyPatch) -> CausalLM:
-    original = GroupLimitedRouter.__call__
+    original = GroupLimitedRouter.choose
 
-    def biased(self: GroupLimitedRouter, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, _ = original(self, x)
-        choice = self.gate(x).sigmoid() + torch.from_numpy(self.correction_bias)
+    def biased(self: GroupLimitedRouter, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, _ = original(self, logits)
+        choice = logits.sigmoid() + torch.from_numpy(self.correction_bias)
         weights = choice.gather(1, ids.long())
         return ids, weights / weights.sum(-1, keepdim=True) * self.routing.scaling_factor
 
-    patch.setattr(GroupLimitedRouter, "__call__", biased)
+    patch.setattr(GroupLimitedRouter, "choose", biased)
     return build_model(case.folder)
 
 

@@ -292,7 +292,7 @@ class Engine:
             for each, last in zip(step, firsts[1:], strict=True)
         ]
         wanted = [row for each in rows for row in each]
-        logits = iter(self.model.compute_logits(hidden[wanted]) if wanted else ())
+        logits = iter(self.model.compute_logits(hidden, wanted) if wanted else ())
         watch.times.lap("head_s")
         computed = []
         for each, first, own in zip(step, firsts, rows, strict=False):

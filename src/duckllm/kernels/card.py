@@ -20,5 +20,9 @@ def has_e4m3(device: int) -> bool:
 
 @lru_cache
 def can_start_early(device: int) -> bool:
-    """Whether a kernel may start while the one before it runs, and wait within for its end."""
+    """Whether a kernel may start while the one before it runs, and wait within for its end.
+
+    A kernel that does so (``launch_pdl``) waits before it reads anything but weights and before it writes, so
+    that it ends behind all kernels before it. It lets the next one start when it starts itself.
+    """
     return torch.cuda.get_device_capability(device) >= (9, 0)

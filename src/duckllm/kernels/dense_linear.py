@@ -24,8 +24,9 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from duckllm.kernels.card import has_large_shared_memory
+from duckllm.kernels.card import can_start_early, has_large_shared_memory
 from duckllm.kernels.half_rows import DECODE_ROWS, MAX_GROUPED_ROWS, TILE_ROWS
 from duckllm.kernels.workspace import Workspace
 
@@ -53,13 +54,17 @@ def _cut(x):  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["num_rows"])
 def _multiply_small(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, y_ptr, num_rows, N, K, x_stride,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of BLOCK_N outputs: each row goes through the same instructions."""
+    if EARLY:
+        gdc_launch_dependents()
     group, n = tl.program_id(0), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, WIDTH)
     in_w = (n < N)[:, None] & (k < K)[None, :]
     w = tl.load(w_ptr + n.to(tl.int64)[:, None] * K + k[None, :], mask=in_w, other=0.0).to(tl.float32)
+    if EARLY:
+        gdc_wait()
     for which in range(tl.minimum(ROWS, num_rows - group * ROWS)):
         row = group.to(tl.int64) * ROWS + which
         x = tl.load(x_ptr + row * x_stride + k, mask=k < K, other=0.0)
@@ -205,11 +210,11 @@ def multiply_dense(x: torch.Tensor, weight: torch.Tensor, workspace: Workspace) 
         tiling = _prefill_tiling(num_rows, out_features, in_features, device)
         workspace = Workspace(weight.device)  # captured steps have the caller's, which is not to grow
     elif out_features * in_features <= SMALL_WEIGHT and in_features <= _SMALL_WIDTH:
-        tiling = small_tiling(in_features, weight.itemsize)
+        tiling, is_early = small_tiling(in_features, weight.itemsize), can_start_early(device)
         _multiply_small[(triton.cdiv(num_rows, tiling.rows), triton.cdiv(out_features, tiling.block_n))](
             x, weight, y, num_rows, out_features, in_features, x.stride(0),
             ROWS=tiling.rows, BLOCK_N=tiling.block_n, WIDTH=triton.next_power_of_2(in_features),
-            num_warps=tiling.num_warps,
+            EARLY=is_early, num_warps=tiling.num_warps, launch_pdl=is_early,
         )  # fmt: skip
         return y
     else:

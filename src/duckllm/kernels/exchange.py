@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from duckllm.kernels.card import can_start_early
 from duckllm.transport.exchange import LINE_WORDS, REPLY_LINES
 
 if TYPE_CHECKING:
@@ -124,7 +126,11 @@ def _begin(state_ptr, start_ptr, num_words, WORDS: tl.constexpr):  # type: ignor
 def _publish(  # type: ignore[no-untyped-def]
     x_ptr, ids_ptr, weights_ptr, sent_x_ptr, sent_ids_ptr, sent_weights_ptr, requests_ptr, state_ptr,
     index, lane, num_rows, hidden_size, top_k, BLOCK: tl.constexpr, LIST_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     number = tl.load(state_ptr) + index + 1
     num_tokens = tl.minimum(tl.load(state_ptr + 1 + lane), num_rows)
@@ -145,7 +151,11 @@ def _publish(  # type: ignore[no-untyped-def]
 def _collect(  # type: ignore[no-untyped-def]
     y_ptr, shared_ptr, delta_ptr, replies_ptr, state_ptr, index, lane, num_lanes, timeout_ms,
     num_rows, hidden_size, HAS_SHARED: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_there = at < num_rows * hidden_size
     number = tl.load(state_ptr) + index + 1
@@ -187,12 +197,12 @@ def publish(
         x: [R, H] f32; topk_ids: [R, K] int32; topk_weights: [R, K] f32; contiguous, on the device
     """
     num_rows, hidden_size = x.shape
-    sent = boxes.lanes[lane]
+    sent, is_early = boxes.lanes[lane], can_start_early(x.device.index or 0)
     num_programs: int = min(_MOST_FLAGS, triton.cdiv(x.numel(), _PUBLISH_BLOCK))
     _publish[(num_programs,)](
         x, topk_ids, topk_weights, sent.x, sent.topk_ids, sent.topk_weights,
         boxes.requests(lane), boxes.state, index, lane, num_rows, hidden_size, topk_ids.shape[1],
-        BLOCK=_PUBLISH_BLOCK, LIST_BLOCK=128, num_warps=_PUBLISH_WARPS,
+        BLOCK=_PUBLISH_BLOCK, LIST_BLOCK=128, EARLY=is_early, num_warps=_PUBLISH_WARPS, launch_pdl=is_early,
     )  # fmt: skip
     return num_programs
 
@@ -225,11 +235,12 @@ def collect(
     num_values = num_rows * hidden_size
     block = triton.next_power_of_2(triton.cdiv(num_values, _COLLECT_PROGRAMS))
     block = min(max(block, _LEAST_COLLECT_BLOCK), _MOST_COLLECT_BLOCK)
-    num_warps = 4 if block <= 2048 else 8
+    num_warps, is_early = 4 if block <= 2048 else 8, can_start_early(boxes.state.device.index or 0)
     delta = torch.empty(num_rows, hidden_size, dtype=torch.float32, device=boxes.state.device)
     _collect[(triton.cdiv(num_values, block),)](
         boxes.lanes[lane].y, delta if shared is None else shared, delta, boxes.replies(0), boxes.state,
         index, lane, len(boxes.lanes), round(1000 * timeout_s), num_rows, hidden_size,
-        HAS_SHARED=shared is not None, BLOCK=block, THREADS=32 * num_warps, num_warps=num_warps,
+        HAS_SHARED=shared is not None, BLOCK=block, THREADS=32 * num_warps, EARLY=is_early,
+        num_warps=num_warps, launch_pdl=is_early,
     )  # fmt: skip
     return delta

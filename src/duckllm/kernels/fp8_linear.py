@@ -119,13 +119,6 @@ def _load_weights(at, k, width, K, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ON
     codes = _load_halves(at, k, width, 8 * K, 0, EVEN, ONCE)
     if BLOCK_N == 32:
         codes = tl.join(codes, _load_halves(at + 16 * K, k, width, 8 * K, 0, EVEN, ONCE))
-    elif BLOCK_N == 64:
-        codes = tl.join(codes, _load_halves(at + 32 * K, k, width, 8 * K, 0, EVEN, ONCE))
-        odd = tl.join(
-            _load_halves(at + 16 * K, k, width, 8 * K, 0, EVEN, ONCE),
-            _load_halves(at + 48 * K, k, width, 8 * K, 0, EVEN, ONCE),
-        )
-        codes = tl.join(codes, odd)
     return codes
 
 
@@ -268,10 +261,10 @@ def decode_tiling(out_features: int, in_features: int, device: int) -> Tiling:
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count
     num_blocks = triton.cdiv(in_features, SCALE_BLOCK)
     num_warps = 2 if num_blocks < 16 else 4 if num_blocks < 96 else 8
-    # Wide tiles read x less often, if enough warps have enough on its way: 4 on a multiprocessor with 16 KB
-    # each, or 12 with 8 KB.
+    # Wide tiles read x less often, if enough warps have enough on its way: 12 on a multiprocessor with 8 KB
+    # each; where there are far more, a block less on its way leaves room for another program.
     if num_warps == 2 and out_features >= 2 * 64 * num_processors:
-        return Tiling(64, num_warps, 2, None)
+        return Tiling(32, num_warps, 2, None)
     if out_features * num_warps >= 12 * 32 * num_processors:
         return Tiling(32, num_warps, 8 // num_warps, None)
     # Few tiles have all of K on its way in two turns, or as much as there are registers for.
@@ -321,9 +314,7 @@ def multiply(x: HalfRows, weight: torch.Tensor, scales: torch.Tensor, dtype: tor
     tiling = decode_tiling(out_features, in_features, device)
     rows, is_even = 8 if x.num_rows <= 8 else DECODE_ROWS, in_features % SCALE_BLOCK == 0
     if rows > 8 or not is_even:  # which take more registers
-        tiling = replace(
-            tiling, ahead=1 if tiling.block_n == 64 or not is_even else tiling.ahead, max_registers=None
-        )
+        tiling = replace(tiling, ahead=tiling.ahead if is_even else 1, max_registers=None)
     groups, is_early = triton.cdiv(x.num_rows, rows), can_start_early(device)
     _multiply_rows[(groups, triton.cdiv(out_features, tiling.block_n))](
         x.values, x.factors, weight, scales, y, x.num_rows, padded_rows, out_features, in_features,

@@ -15,8 +15,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from duckllm.kernels.card import has_large_shared_memory
+from duckllm.kernels.card import can_start_early, has_large_shared_memory
 from duckllm.kernels.half_rows import MAX_GROUPED_ROWS
 from duckllm.kernels.indexer import Selection
 from duckllm.kernels.step_rows import PAGE_TOKENS, StepRows
@@ -24,9 +25,9 @@ from duckllm.kernels.step_rows import PAGE_TOKENS, StepRows
 # A part is 64 tokens at least; 64 parts of two tiles of heads fill the largest cards.
 MAX_PARTS = 64
 # Heads and tokens of a tile, tiles of tokens on their way at a time, and warps. Where tokens are few, half
-# the heads a tile give twice the programs: on an H200, 2048 selected tokens take 19.6 us instead of 23.0, but
-# all of 8192 take 36.9 instead of 25.1.
-_LARGE_TILE, _SELECTED_TILE, _SMALL_TILE = (64, 64, 2, 8), (32, 64, 2, 8), (16, 32, 1, 4)
+# the heads a tile give twice the programs: on an H200, 2048 selected tokens take 19.6 us instead of 23.0, and
+# all of 1000 take 15.1 instead of 18.0, but all of 8192 take 36.9 instead of 25.1.
+_LARGE_TILE, _SHORT_TILE, _SMALL_TILE = (64, 64, 2, 8), (32, 64, 2, 8), (16, 32, 1, 4)
 _LOG2_E = 1.4426950408889634
 
 
@@ -39,9 +40,9 @@ def _seen(row, positions_ptr, firsts_ptr, slots_ptr, counts_ptr, SELECTED: tl.co
 
 
 @triton.jit
-def _size_of(count, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Entries of a part, a function of their number alone."""
-    return tl.maximum(tl.cdiv(tl.cdiv(count, PARTS), 64), 1) * 64
+def _size_of(count, PARTS: tl.constexpr, TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Entries of a part, whole tiles of tokens, a function of their number alone."""
+    return tl.maximum(tl.cdiv(tl.cdiv(count, PARTS), TOKENS), 1) * TOKENS
 
 
 @triton.jit
@@ -58,11 +59,14 @@ def _attend(  # type: ignore[no-untyped-def]
     counts_ptr, sums_ptr, logs_ptr, num_heads, num_pages, selection_stride, latent_dim, rope_dim, scale_log2,
     PAGE: tl.constexpr, SELECTED: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
     PARTS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sums of a part for some heads, and their logarithms; where one part is all, that is the result."""
+    if EARLY:
+        gdc_launch_dependents()
     row, group, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     origin, count = _seen(row, positions_ptr, firsts_ptr, slots_ptr, counts_ptr, SELECTED)
-    size = _size_of(count, PARTS)
+    size = _size_of(count, PARTS, TOKENS)
     first, last = part * size, tl.minimum((part + 1) * size, count)
     if first < last or PARTS == 1:
         width = latent_dim + rope_dim
@@ -111,12 +115,16 @@ def _attend(  # type: ignore[no-untyped-def]
 @triton.jit
 def _merge_parts(  # type: ignore[no-untyped-def]
     sums_ptr, logs_ptr, positions_ptr, firsts_ptr, slots_ptr, counts_ptr, out_ptr, num_heads, latent_dim,
-    SELECTED: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    SELECTED: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row, head, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     _, count = _seen(row, positions_ptr, firsts_ptr, slots_ptr, counts_ptr, SELECTED)
     part, wide = tl.arange(0, PARTS), piece * WIDTH + tl.arange(0, WIDTH)
-    is_there = part < tl.cdiv(count, _size_of(count, PARTS))
+    is_there = part < tl.cdiv(count, _size_of(count, PARTS, TOKENS))
     at = (row.to(tl.int64) * PARTS + part) * num_heads + head
     logs = tl.load(logs_ptr + at, mask=is_there, other=float("-inf"))
     # Nobody's row has no parts; of it zeros are stored.
@@ -136,6 +144,7 @@ def attend_latents(
     scale: float,
     latent_dim: int,
     selection: Selection | None = None,
+    is_short: bool = False,
 ) -> torch.Tensor:
     """Each row's latents, weighted by the softmax of ``scale`` times their products with the query.
 
@@ -148,6 +157,8 @@ def attend_latents(
         scale: Factor on products.
         latent_dim: Of a key, the numbers that are its value, too.
         selection: The positions that each row sees; None for all from its first one to its own.
+        is_short: Whether these are 2048 at most, whatever the context. It changes a result's last bits, so
+            it has to be the same for all steps of a layer.
 
     Shapes:
         q: [R, heads, latent_dim + rope] bf16; cache: [slots, latent_dim + rope] bf16;
@@ -157,7 +168,8 @@ def attend_latents(
         tests/kernels/test_mla_decode.py, float64.
     """
     num_rows, num_heads, width = q.shape
-    is_large = has_large_shared_memory(q.device.index or 0)
+    device = q.device.index or 0
+    is_large, is_early = has_large_shared_memory(device), can_start_early(device)
     parts = MAX_PARTS if num_rows <= MAX_GROUPED_ROWS else 1
     f32 = torch.float32
     sums = torch.empty(
@@ -167,7 +179,7 @@ def attend_latents(
     latent, rope = (max(16, triton.next_power_of_2(n)) for n in (latent_dim, width - latent_dim))
     # What fits into a multiprocessor: a tile of queries, and some of latents where there is room.
     is_chosen = selection is not None
-    large_tile = _SELECTED_TILE if is_chosen and parts > 1 else _LARGE_TILE
+    large_tile = _SHORT_TILE if is_short and parts > 1 else _LARGE_TILE
     heads, tokens, stages, warps = large_tile if is_large else _SMALL_TILE
     heads = min(heads, max(16, triton.next_power_of_2(num_heads)))
     seen = (rows.positions, rows.firsts, rows.slots)
@@ -178,7 +190,8 @@ def attend_latents(
         q, cache, rows.pages, rows.contexts, *seen, chosen, counts, sums, logs, num_heads,
         rows.pages.shape[1], chosen.stride(0), latent_dim, width - latent_dim, scale * _LOG2_E,
         PAGE=PAGE_TOKENS, SELECTED=is_chosen, HEADS=heads, TOKENS=tokens, PARTS=parts, LATENT=latent,
-        ROPE=rope, EVEN=latent + rope == width and latent == latent_dim, STAGES=stages, num_warps=warps,
+        ROPE=rope, EVEN=latent + rope == width and latent == latent_dim, STAGES=stages, EARLY=is_early,
+        num_warps=warps,
     )  # fmt: skip
     if parts == 1:
         return sums[:, 0]
@@ -186,6 +199,6 @@ def attend_latents(
     piece = min(128, latent)
     _merge_parts[(num_rows, num_heads, triton.cdiv(latent_dim, piece))](
         sums, logs, *seen, counts, out, num_heads, latent_dim, SELECTED=is_chosen, PARTS=parts,
-        WIDTH=piece, num_warps=4,
+        TOKENS=tokens, WIDTH=piece, EARLY=is_early, num_warps=4, launch_pdl=is_early,
     )  # fmt: skip
     return out

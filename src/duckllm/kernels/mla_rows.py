@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from duckllm.kernels.card import has_e4m3, has_large_shared_memory
+from duckllm.kernels.card import can_start_early, has_e4m3, has_large_shared_memory
 from duckllm.kernels.fp8_linear import to_half_rows
 from duckllm.kernels.half_rows import (
     DECODE_ROWS,
@@ -31,8 +32,10 @@ from duckllm.kernels.step_rows import StepRows
 
 # Rows of a tile of a prefill.
 _PREFILL_ROWS = 64
-# Outputs of a tile of absorbed queries.
-_COLUMNS = 64
+# Outputs of a tile of absorbed queries, and if the matrix is read ahead.
+_COLUMNS, _COLUMNS_AHEAD = 64, 128
+# Most blocks of 128 columns that a program of few rows has in registers before it multiplies.
+_MOST_AHEAD = 4
 
 
 @dataclass(frozen=True)
@@ -185,16 +188,33 @@ def _add_product(total, x, w, scale, HAS_E4M3: tl.constexpr):  # type: ignore[no
 def _product(  # type: ignore[no-untyped-def]
     x_rows, in_rows, w_ptr, scales_ptr, head, first_column, num_columns, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_E4M3: tl.constexpr,
-    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, COLUMNS] outputs of a head's matrix [num_columns, width]; COLUMNS divides 128."""
+    """[ROWS, COLUMNS] outputs of a head's matrix [num_columns, width]; COLUMNS divides 128.
+
+    The matrix is read before the end of the kernel in front is waited for: AHEAD blocks, if that is all.
+    """
     column = first_column + tl.arange(0, COLUMNS)
     w_rows = w_ptr + (head.to(tl.int64) * num_columns + column)[:, None] * width
     num_blocks = tl.cdiv(width, 128)
     scales = scales_ptr + (head * tl.cdiv(num_columns, 128) + first_column // 128) * num_blocks
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     scale = 1.0
-    for block in tl.range(0, num_blocks, num_stages=STAGES):
+    if AHEAD:
+        codes = ()
+        for block in tl.static_range(AHEAD):
+            k = (block * 128 + tl.arange(0, 128))[None, :]
+            in_w = (column < num_columns)[:, None] & (k < width)
+            codes += (tl.load(w_rows + k, mask=in_w, other=0),)  # type: ignore[assignment]
+    if EARLY:
+        gdc_wait()
+    for block in tl.static_range(AHEAD):
+        k = (block * 128 + tl.arange(0, 128))[None, :]
+        x = tl.load(x_rows + k, mask=in_rows & (k < width), other=0.0).to(tl.float32)
+        if HAS_SCALES:
+            scale = tl.load(scales + block)
+        total = _add_product(total, x, codes[block].T, scale, HAS_E4M3)
+    for block in tl.range(AHEAD, num_blocks, num_stages=STAGES):
         k = (block * 128 + tl.arange(0, 128))[None, :]
         w = tl.load(w_rows + k, mask=(column < num_columns)[:, None] & (k < width), other=0)
         x = tl.load(x_rows + k, mask=in_rows & (k < width), other=0.0).to(tl.float32)
@@ -209,7 +229,7 @@ def _absorb(  # type: ignore[no-untyped-def]
     heads_ptr, w_ptr, scales_ptr, positions_ptr, cos_ptr, sin_ptr, q_ptr,
     num_rows, heads_stride, num_heads, nope, lora, half,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HAS_SCALES: tl.constexpr, HAS_E4M3: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_E4M3: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A tile of [ROWS, COLUMNS] of a head's queries; the last tile of a head is its rotated part."""
     group, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -218,6 +238,8 @@ def _absorb(  # type: ignore[no-untyped-def]
     x_rows = heads_ptr + row.to(tl.int64)[:, None] * heads_stride + head * (nope + 2 * half)
     q_rows = q_ptr + (row.to(tl.int64) * num_heads + head)[:, None] * (lora + 2 * half)
     if tile == tl.num_programs(1) - 1:
+        if EARLY:
+            gdc_wait()
         pair = tl.arange(0, HALF)[None, :]
         mask = in_rows & (pair < half)
         angles = tl.load(positions_ptr + row, mask=row < num_rows, other=0).to(tl.int64)[:, None] * half
@@ -229,7 +251,7 @@ def _absorb(  # type: ignore[no-untyped-def]
     else:
         total = _product(
             x_rows, in_rows, w_ptr, scales_ptr, head, tile * COLUMNS, lora, nope,
-            ROWS, COLUMNS, HAS_SCALES, HAS_E4M3, 1,
+            ROWS, COLUMNS, HAS_SCALES, HAS_E4M3, AHEAD, 1, EARLY,
         )  # fmt: skip
         column = (tile * COLUMNS + tl.arange(0, COLUMNS))[None, :]
         tl.store(q_rows + column, total.to(q_ptr.dtype.element_ty), mask=in_rows & (column < lora))
@@ -240,7 +262,7 @@ def _raise(  # type: ignore[no-untyped-def]
     context_ptr, w_ptr, scales_ptr, values_ptr, half_ptr, factors_ptr,
     num_rows, padded_rows, num_heads, size, lora,
     ROWS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_E4M3: tl.constexpr, HALVED: tl.constexpr,
-    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A tile of [ROWS, 128] of a head's values."""
     group, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -249,8 +271,10 @@ def _raise(  # type: ignore[no-untyped-def]
     x_rows = context_ptr + (row.to(tl.int64) * num_heads + head)[:, None] * lora
     total = _product(
         x_rows, in_rows, w_ptr, scales_ptr, head, tile * 128, size, lora,
-        ROWS, 128, HAS_SCALES, HAS_E4M3, STAGES,
+        ROWS, 128, HAS_SCALES, HAS_E4M3, AHEAD, STAGES, EARLY,
     )  # fmt: skip
+    if EARLY:  # not before: the output projection would take the room in which this is computed
+        gdc_launch_dependents()
     column = (tile * 128 + tl.arange(0, 128))[None, :]
     at = row.to(tl.int64)[:, None] * num_heads * size + head * size + column
     tl.store(values_ptr + at, total, mask=in_rows & (column < size))
@@ -264,6 +288,12 @@ def _raise(  # type: ignore[no-untyped-def]
 def _tile_rows(num_rows: int, weight: torch.Tensor) -> int:
     """Rows of a tile: few of f32, whose products take many registers."""
     return DECODE_ROWS if num_rows <= MAX_GROUPED_ROWS or weight.dtype == torch.float32 else _PREFILL_ROWS
+
+
+def _blocks_ahead(tile: int, weight: torch.Tensor) -> int:
+    """Blocks of 128 columns that are read while the kernel in front may run: all of them, or none."""
+    blocks: int = triton.cdiv(weight.shape[2], SCALE_BLOCK)
+    return blocks if tile == DECODE_ROWS and weight.dtype == torch.uint8 and blocks <= _MOST_AHEAD else 0
 
 
 def _raise_stages(weight: torch.Tensor, tile: int) -> int:
@@ -296,12 +326,15 @@ def absorb(
     num_rows, half = rows.num_rows, rows.cos.shape[1]
     num_heads, lora, nope = key_up.weight.shape
     q = torch.empty(num_rows, num_heads, lora + 2 * half, dtype=dtype, device=heads.device)
-    tile = _tile_rows(num_rows, key_up.weight)
-    _absorb[(triton.cdiv(num_rows, tile), triton.cdiv(lora, _COLUMNS) + 1, num_heads)](
+    tile, device = _tile_rows(num_rows, key_up.weight), heads.device.index or 0
+    ahead, is_early = _blocks_ahead(tile, key_up.weight), can_start_early(device)
+    columns = _COLUMNS_AHEAD if ahead else _COLUMNS
+    _absorb[(triton.cdiv(num_rows, tile), triton.cdiv(lora, columns) + 1, num_heads)](
         heads, key_up.weight, key_up.weight if key_up.scales is None else key_up.scales,
         rows.positions, rows.cos, rows.sin, q, num_rows, heads.stride(0), num_heads, nope, lora, half,
-        ROWS=tile, COLUMNS=_COLUMNS, HALF=triton.next_power_of_2(half), INTERLEAVED=interleaved,
-        HAS_SCALES=key_up.scales is not None, HAS_E4M3=has_e4m3(heads.device.index or 0), num_warps=4,
+        ROWS=tile, COLUMNS=columns, HALF=triton.next_power_of_2(half), INTERLEAVED=interleaved,
+        HAS_SCALES=key_up.scales is not None, HAS_E4M3=has_e4m3(device),
+        AHEAD=ahead, EARLY=is_early, num_warps=4, launch_pdl=is_early,
     )  # fmt: skip
     return q
 
@@ -326,12 +359,14 @@ def raise_values(context: torch.Tensor, value_up: HeadWeights) -> Activations:
     width, tile = num_heads * size, _tile_rows(num_rows, value_up.weight)
     values = torch.empty(num_rows, width, dtype=torch.float32, device=context.device)
     half = empty_half_rows(num_rows, width, context.device)
-    is_halved = size % SCALE_BLOCK == 0
+    is_halved, device = size % SCALE_BLOCK == 0, context.device.index or 0
+    is_early = can_start_early(device)
     _raise[(triton.cdiv(num_rows, tile), num_heads, triton.cdiv(size, SCALE_BLOCK))](
         context, value_up.weight, value_up.weight if value_up.scales is None else value_up.scales,
         values, half.values, half.factors, num_rows, half.values.shape[0], num_heads, size, lora, ROWS=tile,
-        HAS_SCALES=value_up.scales is not None, HAS_E4M3=has_e4m3(context.device.index or 0),
-        HALVED=is_halved, STAGES=_raise_stages(value_up.weight, tile),
-        num_warps=8 if tile == DECODE_ROWS else 4,
+        HAS_SCALES=value_up.scales is not None, HAS_E4M3=has_e4m3(device),
+        HALVED=is_halved, AHEAD=_blocks_ahead(tile, value_up.weight),
+        STAGES=_raise_stages(value_up.weight, tile), EARLY=is_early,
+        num_warps=8 if tile == DECODE_ROWS else 4, launch_pdl=is_early,
     )  # fmt: skip
     return Activations(values, half if is_halved else to_half_rows(values))

@@ -1,6 +1,6 @@
 """The router's choice on a GPU, in Triton: the experts of each row, and their weights.
 
-Measured by benchmarks/gpu/small_kernels.py; calls nothing of ours. csrc/rowwise/route.h says what is chosen,
+Measured by benchmarks/gpu/small_kernels.py; csrc/rowwise/route.h says what is chosen,
 and is the CPU's twin. A row is one warp's, which takes the best of what is left until it has enough: each
 takes two reductions of integers, for which the card has instructions.
 """
@@ -10,6 +10,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from duckllm.kernels.card import can_start_early
 
 # Key of what cannot be chosen: below that of minus infinity.
 _NONE: tl.constexpr = tl.constexpr(-(2**31))
@@ -55,8 +58,11 @@ def _route(  # type: ignore[no-untyped-def]
     logits_ptr, bias_ptr, ids_ptr, weights_ptr,
     logits_stride, num_groups, size, topk_group, top_k, scaling_factor,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, LIMITED: tl.constexpr,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
     logits_row = logits_ptr + row.to(tl.int64) * logits_stride
     group, member = tl.arange(0, GROUPS)[:, None], tl.arange(0, SIZE)[None, :]
@@ -145,7 +151,7 @@ def _launch(
     normalize: bool,
     scaling_factor: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    num_rows = logits.shape[0]
+    num_rows, is_early = logits.shape[0], can_start_early(logits.device.index or 0)
     ids = torch.empty(num_rows, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=logits.device)
     _route[(num_rows,)](
@@ -153,6 +159,6 @@ def _launch(
         logits.stride(0), groups, size, topk_group, top_k, scaling_factor,
         SIGMOID=correction_bias is not None, NORMALIZE=normalize, LIMITED=groups > 1,
         GROUPS=triton.next_power_of_2(groups), SIZE=triton.next_power_of_2(size),
-        TOP_K=triton.next_power_of_2(top_k), num_warps=1,
+        TOP_K=triton.next_power_of_2(top_k), EARLY=is_early, num_warps=1, launch_pdl=is_early,
     )  # fmt: skip
     return ids, weights

@@ -7,10 +7,12 @@ own, and nothing here depends on how many rows there are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from duckllm.kernels.card import can_start_early
 from duckllm.kernels.half_rows import (
@@ -31,32 +33,45 @@ _SCALE_WIDTH = 1024
 
 @triton.jit
 def _rms_norm(  # type: ignore[no-untyped-def]
-    x_ptr, delta_ptr, weight_ptr, sum_ptr, y_ptr, values_ptr, factors_ptr,
-    width, x_stride, delta_stride, padded_rows, eps,
+    x_ptr, delta_ptr, other_ptr, weight_ptr, sum_ptr, y_ptr, values_ptr, factors_ptr,
+    width, x_stride, delta_stride, other_stride, padded_rows, eps,
     ADD: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BLOCKS blocks of a row; the sum is over the whole row, WIDTH being as wide at least."""
-    if EARLY:  # the linear layer behind may ask for its weights now
-        gdc_launch_dependents()
     row, first = tl.program_id(0), tl.program_id(1) * BLOCKS
     wide_row = row.to(tl.int64)
     x_row, delta_row = x_ptr + wide_row * x_stride, delta_ptr + wide_row * delta_stride
+    other_row = other_ptr + wide_row * other_stride
     every, k = tl.arange(0, WIDTH), (first + tl.arange(0, BLOCKS))[:, None] * 128 + tl.arange(0, 128)[None, :]
     is_there = k < width
+    weight = tl.load(weight_ptr + k, mask=is_there, other=0.0)
+    if EARLY:  # the linear layer behind may ask for its weights now
+        gdc_launch_dependents()
+        gdc_wait()
     whole = tl.load(x_row + every, mask=every < width, other=0.0)
     x = tl.load(x_row + k, mask=is_there, other=0.0)
-    if ADD:
-        whole += tl.load(delta_row + every, mask=every < width, other=0.0)
-        x += tl.load(delta_row + k, mask=is_there, other=0.0)
+    if ADD > 0:
+        delta, whole_delta = (
+            tl.load(delta_row + k, mask=is_there, other=0.0),
+            tl.load(delta_row + every, mask=every < width, other=0.0),
+        )
+        if ADD > 1:
+            delta += tl.load(other_row + k, mask=is_there, other=0.0)
+            whole_delta += tl.load(other_row + every, mask=every < width, other=0.0)
+        x += delta
+        whole += whole_delta
         tl.store(sum_ptr + wide_row * width + k, x, mask=is_there)
-    weight = tl.load(weight_ptr + k, mask=is_there, other=0.0)
     y = x * tl.rsqrt(tl.sum(whole * whole, 0) / width + eps) * weight
     tl.store(y_ptr + wide_row * width + k, y, mask=is_there)
     store_half_blocks(values_ptr, factors_ptr, row, first, y, width, padded_rows, BLOCKS)
 
 
 def _normalize(
-    x: torch.Tensor, delta: torch.Tensor | None, total: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    deltas: Sequence[torch.Tensor],
+    total: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
 ) -> Activations:
     num_rows, width = x.shape
     y = torch.empty(num_rows, width, dtype=torch.float32, device=x.device)
@@ -67,12 +82,12 @@ def _normalize(
     piece = blocks
     if num_rows <= MAX_GROUPED_ROWS:
         piece = min(blocks, max(_NORM_BLOCKS, blocks // _NORM_PROGRAMS))
+    (delta, other), is_early = (*deltas, x, x)[:2], can_start_early(x.device.index or 0)
     _rms_norm[(num_rows, triton.cdiv(triton.cdiv(width, SCALE_BLOCK), piece))](
-        x, x if delta is None else delta, weight, y if total is None else total, y, half.values, half.factors,
-        width, x.stride(0), 0 if delta is None else delta.stride(0), half.values.shape[0], eps,
-        ADD=delta is not None, WIDTH=blocks * SCALE_BLOCK, BLOCKS=piece,
-        EARLY=can_start_early(x.device.index or 0),
-        num_warps=min(16, max(1, blocks // 4)),
+        x, delta, other, weight, y if total is None else total, y, half.values, half.factors,
+        width, x.stride(0), delta.stride(0), other.stride(0), half.values.shape[0], eps,
+        ADD=len(deltas), WIDTH=blocks * SCALE_BLOCK, BLOCKS=piece,
+        EARLY=is_early, num_warps=min(16, max(1, blocks // 4)), launch_pdl=is_early,
     )  # fmt: skip
     return Activations(y, half)
 
@@ -86,19 +101,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Activations:
     Reference:
         tests/kernels/test_gpu_rowwise.py, float64: within 6e-7 of each number.
     """
-    return _normalize(x, None, None, weight, eps)
+    return _normalize(x, (), None, weight, eps)
 
 
 def add_rms_norm(
-    hidden: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    hidden: torch.Tensor, deltas: Sequence[torch.Tensor], weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, Activations]:
-    """``hidden + delta``, a new tensor, and its norm as :func:`rms_norm` has it.
+    """``hidden`` plus the sum of one or two deltas, a new tensor, and its norm as :func:`rms_norm` has it.
 
     Shapes:
-        hidden, delta: [R, W] f32, W up to 32768, the last dimension contiguous; weight: [W] f32; all cuda
+        hidden, each of deltas: [R, W] f32, W up to 32768, the last dimension contiguous; weight: [W] f32;
+        all cuda
     """
     total = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device)
-    return total, _normalize(hidden, delta, total, weight, eps)
+    return total, _normalize(hidden, deltas, total, weight, eps)
 
 
 @triton.jit
@@ -108,6 +124,7 @@ def _silu_mul(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
+        gdc_wait()
     row, first = tl.program_id(0), tl.program_id(1) * BLOCKS
     wide_row = row.to(tl.int64)
     k = (first + tl.arange(0, BLOCKS))[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -130,10 +147,13 @@ def silu_mul(gate_up: torch.Tensor) -> Activations:
     """
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(num_rows, width, dtype=torch.float32, device=gate_up.device)
-    half = empty_half_rows(num_rows, width, gate_up.device)
+    half, is_early = (
+        empty_half_rows(num_rows, width, gate_up.device),
+        can_start_early(gate_up.device.index or 0),
+    )
     _silu_mul[(num_rows, triton.cdiv(width, SCALE_BLOCK * _SILU_BLOCKS))](
         gate_up, y, half.values, half.factors, width, gate_up.stride(0), half.values.shape[0],
-        BLOCKS=_SILU_BLOCKS, EARLY=can_start_early(gate_up.device.index or 0), num_warps=4,
+        BLOCKS=_SILU_BLOCKS, EARLY=is_early, num_warps=4, launch_pdl=is_early,
     )  # fmt: skip
     return Activations(y, half)
 

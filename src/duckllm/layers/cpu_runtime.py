@@ -99,9 +99,9 @@ class CpuRuntime:
         return torch.from_numpy(_native.rms_norm(x.numpy(), weight, eps))
 
     def add_rms_norm(
-        self, hidden: torch.Tensor, delta: torch.Tensor, weight: F32, eps: float
+        self, hidden: torch.Tensor, deltas: Sequence[torch.Tensor], weight: F32, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = hidden + delta
+        hidden = hidden + (deltas[0] if len(deltas) == 1 else deltas[0] + deltas[1])
         return hidden, self.rms_norm(hidden, weight, eps)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -142,6 +142,15 @@ class CpuRuntime:
 
     def lane(self, number: int) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def fork(self) -> None:
+        return None
+
+    def beside(self, fork: None) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def join(self) -> None:
+        pass
 
     def gather(self, lanes: Sequence[torch.Tensor]) -> torch.Tensor:
         return lanes[0] if len(lanes) == 1 else torch.cat(tuple(lanes))
@@ -196,6 +205,7 @@ class CpuRuntime:
         scale: float,
         lora_rank: int,
         selection: npt.NDArray[np.int32] | None,
+        most: int | None,
     ) -> torch.Tensor:
         latents = cache.numpy()
         attended = self.attention.attend(

@@ -30,6 +30,8 @@ from duckllm.weights.host_tensors import HostTensors
 from duckllm.weights.staging import Staging
 
 CACHE_DTYPE = torch.bfloat16
+# Contexts that attention over latents takes as short ones.
+_SHORT_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class CudaRuntime:
         torch.cuda.set_device(self.device)
         self.lanes = Lanes(self.device)
         self._staging = Staging(self.device)
-        self._workspaces: dict[int, Workspace] = {}  # of each lane
+        self._workspaces: dict[object, Workspace] = {}  # of each stream
         self._tables: WeakKeyDictionary[RotaryTable, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()
 
     def pack(self, weight: torch.Tensor, scales: torch.Tensor | None) -> DeviceWeight:
@@ -107,10 +109,10 @@ class CudaRuntime:
         return y if weight.row_scales is None else y.mul_(weight.row_scales)
 
     def _workspace(self) -> Workspace:
-        lane = self.lanes.current
-        if lane not in self._workspaces:
-            self._workspaces[lane] = Workspace(self.device)
-        return self._workspaces[lane]
+        where = self.lanes.where
+        if where not in self._workspaces:
+            self._workspaces[where] = Workspace(self.device)
+        return self._workspaces[where]
 
     def plain(self, x: Activations | torch.Tensor) -> torch.Tensor:
         return x.values if isinstance(x, Activations) else x
@@ -119,9 +121,9 @@ class CudaRuntime:
         return rowwise.rms_norm(x, weight, eps)
 
     def add_rms_norm(
-        self, hidden: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+        self, hidden: torch.Tensor, deltas: Sequence[torch.Tensor], weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, Activations]:
-        return rowwise.add_rms_norm(hidden, delta, weight, eps)
+        return rowwise.add_rms_norm(hidden, deltas, weight, eps)
 
     def silu_mul(self, gate_up: torch.Tensor) -> Activations:
         return rowwise.silu_mul(gate_up)
@@ -167,8 +169,17 @@ class CudaRuntime:
     def lane(self, number: int) -> contextlib.AbstractContextManager[None]:
         return self.lanes.turn(number)
 
-    def gather(self, lanes: Sequence[torch.Tensor]) -> torch.Tensor:
+    def fork(self) -> torch.cuda.Event | None:
+        return self.lanes.fork()
+
+    def beside(self, fork: torch.cuda.Event | None) -> contextlib.AbstractContextManager[None]:
+        return self.lanes.beside(fork)
+
+    def join(self) -> None:
         self.lanes.join()
+
+    def gather(self, lanes: Sequence[torch.Tensor]) -> torch.Tensor:
+        self.lanes.gather()
         return lanes[0] if len(lanes) == 1 else torch.cat(tuple(lanes))
 
     def to_cpu(self, values: torch.Tensor) -> torch.Tensor:
@@ -218,8 +229,10 @@ class CudaRuntime:
         scale: float,
         lora_rank: int,
         selection: indexer.Selection | None,
+        most: int | None,
     ) -> torch.Tensor:
-        return mla_decode.attend_latents(q, cache, step.rows, scale, lora_rank, selection)
+        is_short = most is not None and most <= _SHORT_TOKENS
+        return mla_decode.attend_latents(q, cache, step.rows, scale, lora_rank, selection, is_short)
 
     def raise_values(self, context: torch.Tensor, value_up: mla_rows.HeadWeights) -> Activations:
         return mla_rows.raise_values(context, value_up)
@@ -281,7 +294,8 @@ class Lanes:
     """Streams of a captured step's lanes: while one waits for its experts, the other computes.
 
     A lane's turn at a layer begins when the lane before it has finished its own: a context's earlier tokens
-    may be in that one, whose keys the later ones see.
+    may be in that one, whose keys the later ones see. Each lane has a second stream, for what may be computed
+    beside it: most kernels of a decode step are too small to fill the card.
 
     Args:
         device: The GPU.
@@ -289,35 +303,43 @@ class Lanes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.current = 0  # whose turn it is
+        self.where: object = (0, False)  # whose turn it is, and whether beside it
         self._streams: list[torch.cuda.Stream] = []
+        self._sides: list[torch.cuda.Stream] = []
         self._events: list[torch.cuda.Event] = []
+        self._current = 0
+        self._is_forked: set[int] = set()  # the lanes that something is computed beside
 
     @contextlib.contextmanager
-    def fork(self, num_lanes: int) -> Iterator[None]:
-        """While a stream is captured: lanes from the second on are computed beside it, until :meth:`join`."""
+    def capture(self, num_lanes: int) -> Iterator[None]:
+        """While the current stream is captured: other lanes have streams beside it, until :meth:`gather`."""
         main = torch.cuda.current_stream(self._device)
-        others = [torch.cuda.Stream(self._device) for _ in range(1, num_lanes)]  # type: ignore[no-untyped-call]
-        self._streams = [main, *others]
-        self._events = [torch.cuda.Event() for _ in self._streams]  # type: ignore[no-untyped-call]
+
+        def new(count: int) -> list[torch.cuda.Stream]:
+            return [torch.cuda.Stream(self._device) for _ in range(count)]  # type: ignore[no-untyped-call]
+
+        self._streams, self._sides = [main, *new(num_lanes - 1)], new(num_lanes)
+        self._events = [_event() for _ in self._streams]
         for event in self._events:
             event.record(main)
         try:
             yield
         finally:
-            self._streams = []
+            self._streams, self._sides, self._is_forked = [], [], set()
 
-    def join(self) -> None:
-        """Lets the current stream wait for all lanes."""
-        for stream in self._streams[1:]:
-            self._streams[0].wait_stream(stream)
+    def gather(self) -> None:
+        """Lets the current stream wait for all lanes and what is beside them."""
+        main = torch.cuda.current_stream(self._device)
+        for stream in [*self._streams[1:], *(self._sides[lane] for lane in sorted(self._is_forked))]:
+            main.wait_stream(stream)
+        self._is_forked.clear()
 
     @contextlib.contextmanager
     def turn(self, number: int) -> Iterator[None]:
-        """A lane's turn at a layer; outside of :meth:`fork` on the current stream."""
-        self.current = number
+        """A lane's turn at a layer; outside of :meth:`capture` on the current stream."""
+        self._current, self.where = number, (number, False)
         try:
-            if len(self._streams) < 2:
+            if not self._streams:
                 yield
                 return
             stream = self._streams[number]
@@ -327,7 +349,42 @@ class Lanes:
                 yield
             self._events[number].record(stream)
         finally:
-            self.current = 0
+            self._current, self.where = 0, (0, False)
+
+    def fork(self) -> torch.cuda.Event | None:
+        """This place in the lane whose turn it is; None outside of :meth:`capture`."""
+        if not self._streams:
+            return None
+        event = _event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    @contextlib.contextmanager
+    def beside(self, fork: torch.cuda.Event | None) -> Iterator[None]:
+        """Computes beside the lane whose turn it is, from ``fork`` on; here where that is None."""
+        if fork is None:
+            yield
+            return
+        lane = self._current
+        side = self._sides[lane]
+        side.wait_event(fork)
+        self._is_forked.add(lane)
+        self.where = lane, True
+        try:
+            with torch.cuda.stream(side):
+                yield
+        finally:
+            self.where = lane, False
+
+    def join(self) -> None:
+        """Lets the lane whose turn it is wait for what is beside it."""
+        if self._current in self._is_forked:
+            self._is_forked.remove(self._current)
+            torch.cuda.current_stream(self._device).wait_stream(self._sides[self._current])
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 def _refuse_nan(codes: torch.Tensor) -> None:

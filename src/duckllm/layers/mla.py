@@ -160,12 +160,15 @@ class MLAttention:
         made = self.inputs(x)
         latent_dim = s.kv_lora_rank + s.qk_rope_head_dim
         kv = made[:, made.shape[1] - latent_dim :]
-        runtime.store_latents(kv, self.kv_a_norm.weight, self.kv_a_norm.eps, self.rotate, step, cache[0])
         q_latent = x if self.q_a_norm is None else self.q_a_norm(made[:, : s.q_lora_rank])
+        with runtime.beside(runtime.fork()):
+            runtime.store_latents(kv, self.kv_a_norm.weight, self.kv_a_norm.eps, self.rotate, step, cache[0])
+            if self.indexer is not None:
+                k = None if self.indexer.key is not None else made[:, s.q_lora_rank : -latent_dim]
+                step.selection = self.indexer(x, k, q_latent, step, cache[1])
         q = runtime.absorb(self.q_b(q_latent), self.key_up, self.rotate, step, cache[0])
-        if self.indexer is not None:
-            k = None if self.indexer.key is not None else made[:, s.q_lora_rank : -latent_dim]
-            step.selection = self.indexer(x, k, q_latent, step, cache[1])
+        runtime.join()
         selection = step.selection if s.indexer else None
-        context = runtime.attend_latents(q, cache[0], step, 1.0, s.kv_lora_rank, selection)
+        most = None if s.indexer is None else s.indexer.topk
+        context = runtime.attend_latents(q, cache[0], step, 1.0, s.kv_lora_rank, selection, most)
         return self.o(runtime.raise_values(context, self.value_up))

@@ -5,6 +5,7 @@ Called by the models and by the attention layers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,11 +35,11 @@ class RMSNorm:
         """The normalised vectors."""
         return self._runtime.rms_norm(x, self.weight, self.eps)
 
-    def add(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, Rows]:
-        """``hidden + delta``, and that normalised."""
-        if delta is None:
+    def add(self, hidden: torch.Tensor, deltas: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Rows]:
+        """``hidden`` plus the sum of ``deltas``, none, one or two of them; and that normalised."""
+        if not deltas:
             return hidden, self(hidden)
-        return self._runtime.add_rms_norm(hidden, delta, self.weight, self.eps)
+        return self._runtime.add_rms_norm(hidden, deltas, self.weight, self.eps)
 
 
 class LayerNorm:

@@ -27,6 +27,7 @@ Vector: TypeAlias = Any  # numbers for the runtime's operations
 Step: TypeAlias = Any  # the contexts of a step's rows, with the `selection` of the last layer that chose one
 HeadWeights: TypeAlias = Any  # a matrix for each head
 Selection: TypeAlias = Any  # the positions that each row attends to
+Fork: TypeAlias = Any  # a place in a step
 Rotate: TypeAlias = Callable[..., torch.Tensor]  # rotate_interleaved or rotate_half_split of layers.rope
 
 
@@ -63,9 +64,9 @@ class Runtime(Protocol):
         """``x / sqrt(mean(x^2) + eps) * weight`` of each row; rows may lie apart."""
 
     def add_rms_norm(
-        self, hidden: torch.Tensor, delta: torch.Tensor, weight: Vector, eps: float
+        self, hidden: torch.Tensor, deltas: Sequence[torch.Tensor], weight: Vector, eps: float
     ) -> tuple[torch.Tensor, Rows]:
-        """``hidden + delta``, and its norm."""
+        """``hidden`` plus the sum of one or two ``deltas``, a new tensor, and the norm of that."""
 
     def silu_mul(self, gate_up: torch.Tensor) -> Rows:
         """``silu(gate) * up`` of [T, 2 I], gate first."""
@@ -94,6 +95,18 @@ class Runtime(Protocol):
 
     def lane(self, number: int) -> AbstractContextManager[None]:
         """Where one of a step's lanes is computed."""
+
+    def fork(self) -> Fork:
+        """A place from which on something may be computed :meth:`beside` what follows."""
+
+    def beside(self, fork: Fork) -> AbstractContextManager[None]:
+        """Around what needs nothing that comes after ``fork``; its results may be used after :meth:`join`.
+
+        What it reads has to be kept until then. On a CPU, and outside of captured steps, it is computed here.
+        """
+
+    def join(self) -> None:
+        """What was computed beside this lane is finished before what follows."""
 
     def gather(self, lanes: Sequence[torch.Tensor]) -> torch.Tensor:
         """What the lanes of a step gave, one behind the other."""
@@ -130,8 +143,12 @@ class Runtime(Protocol):
         scale: float,
         lora_rank: int,
         selection: Selection | None,
+        most: int | None,
     ) -> Any:
-        """Latents weighted by each head's attention, for :meth:`raise_values`."""
+        """Latents weighted by each head's attention, for :meth:`raise_values`.
+
+        Whatever its context, a row of the layer sees ``most`` tokens at most, if that is known.
+        """
 
     def raise_values(self, context: Any, value_up: HeadWeights) -> Rows:
         """The heads' values: [T, heads * v]."""

@@ -9,9 +9,10 @@ graph's first node copies to the device; experts are asked for and waited for in
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,10 @@ LaneInput = tuple[torch.Tensor, Sequence[SequenceStep]]
 # Up to so many rows there is a graph for each number of them; above, for multiples of 8.
 _EXACT_ROWS = 16
 _ROW_STEP = 8
+_MOST_LANES = 2
+# Layers behind which a step is cut into graphs. Launching one takes longer the more kernels it has, and the
+# GPU begins when it is launched as a whole: the first is short, and the others are launched beside it.
+_CUTS = (1, 6, 20, 40)
 
 
 class CapturedSteps:
@@ -54,7 +59,11 @@ class CapturedSteps:
         self._topk = min((each.topk for each in indexers if each is not None), default=None)
         self._graphs: dict[tuple[object, ...], _Graph] = {}
         self._seen: set[tuple[object, ...]] = set()
-        self._pool: Any = None  # memory that all graphs share, as one runs at a time
+        self._pool = torch.cuda.graph_pool_handle()  # memory that all graphs share, as one runs at a time
+        # The last step's hidden states, and the tokens of its lanes; the logits are there once the event is.
+        self._last: tuple[torch.Tensor, list[int]] | None = None
+        self._logits: torch.Tensor | None = None  # [2 lanes of rows, V] f32, pinned
+        self._logits_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def takes(self, lanes: Sequence[LaneInput], what: str = "forward") -> bool:
         """Whether a step of these lanes is one for a graph: of few rows, and not the first of its shape.
@@ -70,16 +79,38 @@ class CapturedSteps:
         return False
 
     def forward(self, lanes: Sequence[LaneInput], kv_cache: Sequence[LayerCache]) -> torch.Tensor:
-        """As :meth:`CausalLM.forward_lanes`."""
+        """As :meth:`CausalLM.forward_lanes`; :meth:`logits_of` has the logits of what it gives."""
         model = self._model
 
-        def compute(inputs: Sequence[_LaneInputs]) -> torch.Tensor:
+        def compute(inputs: Sequence[_LaneInputs], after: Callable[[int], None]) -> torch.Tensor:
             from duckllm.models.causal_lm import Lane
 
             running = [Lane(number, each.step, each.embedded) for number, each in enumerate(inputs)]
-            return model.advance(running, kv_cache, StepTimes())
+            hidden = model.advance(running, kv_cache, StepTimes(), after)
+            logits = model.head(hidden)
+            if self._logits is None:
+                shape = (_MOST_LANES * MAX_GROUPED_ROWS, logits.shape[1])
+                self._logits = torch.empty(shape, pin_memory=True)
+            self._logits[: len(logits)].copy_(logits, non_blocking=True)
+            return hidden
 
-        return self._run("forward", lanes, kv_cache, compute)
+        self._last = None
+        hidden = self._run("forward", lanes, kv_cache, compute)
+        self._last = hidden, [len(token_ids) for token_ids, _ in lanes]
+        return hidden
+
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """The logits [T, V] of what the last :meth:`forward` gave, until the next; None of anything else."""
+        if self._last is None or self._last[0] is not hidden:
+            return None
+        assert self._logits is not None
+        self._logits_event.synchronize()
+        numbers = self._last[1]
+        if len(numbers) == 1:
+            return self._logits[: numbers[0]]
+        firsts = accumulate(map(_padded, numbers), initial=0)
+        parts = zip(firsts, numbers, strict=False)
+        return torch.cat([self._logits[first : first + number] for first, number in parts])
 
     def draft(
         self,
@@ -91,7 +122,7 @@ class CapturedSteps:
     ) -> torch.Tensor:
         """As :meth:`MTPLayer.forward`."""
 
-        def compute(inputs: Sequence[_LaneInputs]) -> torch.Tensor:
+        def compute(inputs: Sequence[_LaneInputs], after: object) -> torch.Tensor:
             (own,) = inputs
             return layer.advance(own.hidden, own.embedded, own.step, cache)
 
@@ -117,7 +148,13 @@ class CapturedSteps:
         for each, (token_ids, sequences) in zip(graph.inputs, lanes, strict=True):
             each.fill(F.embedding(token_ids, self._model.embedding), sequences, hidden)
         numbers = [len(token_ids) for token_ids, _ in lanes]
-        self._experts.run(graph.program, numbers, graph.graph.replay)
+
+        def replay() -> None:
+            for each in graph.graphs:
+                each.replay()
+            self._logits_event.record()
+
+        self._experts.run(graph.program, numbers, replay)
         # A copy: the next step of this shape writes the same memory.
         if len(numbers) == 1:
             return graph.output[: numbers[0]].clone()
@@ -133,11 +170,11 @@ class CapturedSteps:
     def _capture(self, inputs: list[_LaneInputs], compute: Compute) -> _Graph:
         """Computes once as any step, so that kernels are compiled and buffers are there, and captures."""
 
-        def work() -> torch.Tensor:
+        def work(after: Callable[[int], None] = lambda layer: None) -> torch.Tensor:
             for each in inputs:
                 each.copy()
                 each.step.selection = None
-            return compute(inputs)
+            return compute(inputs, after)
 
         stream = torch.cuda.Stream(self._runtime.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -145,23 +182,36 @@ class CapturedSteps:
             work()
         torch.cuda.current_stream().wait_stream(stream)
         stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with (
-            torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
-            self._experts.record() as program,
-            self._runtime.lanes.fork(len(inputs)),
-        ):
-            output = work()
-        self._pool = self._pool or graph.pool()
-        return _Graph(graph, program, inputs, output)
+        graphs: list[torch.cuda.CUDAGraph] = []
+        with ExitStack() as stack:
+
+            def begin() -> None:
+                graphs.append(torch.cuda.CUDAGraph())
+                stack.enter_context(
+                    torch.cuda.graph(
+                        graphs[-1], pool=self._pool, stream=stream, capture_error_mode="thread_local"
+                    )
+                )
+                stack.enter_context(self._runtime.lanes.capture(len(inputs)))
+
+            def after(layer: int) -> None:
+                if layer + 1 in _CUTS:
+                    self._runtime.lanes.gather()
+                    stack.close()
+                    begin()
+
+            begin()
+            with self._experts.record() as program:
+                output = work(after)
+        return _Graph(graphs, program, inputs, output)
 
 
-Compute = Callable[[Sequence["_LaneInputs"]], torch.Tensor]
+Compute = Callable[[Sequence["_LaneInputs"], Callable[[int], None]], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class _Graph:
-    graph: torch.cuda.CUDAGraph
+    graphs: Sequence[torch.cuda.CUDAGraph]  # one behind the other
     program: Program
     inputs: Sequence[_LaneInputs]
     output: torch.Tensor

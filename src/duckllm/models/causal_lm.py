@@ -7,7 +7,7 @@ makes. The multi-token-prediction layer of a checkpoint is not part of it; :mod:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,22 +71,39 @@ class MoEBlock:
 
     def submit(self, x: Rows, lane: int, times: StepTimes) -> PendingMLP:
         """Sends the tokens [T, H] to their experts, and computes the shared one."""
-        pending = self.experts.submit(self.layer, self._runtime.plain(x), *self.router(x), lane)
+        logits, runtime = self.router.gate(x), self._runtime
+        fork = runtime.fork()
+        routed = self.experts.submit(self.layer, runtime.plain(x), *self.router.choose(logits), lane)
         times.lap("dispatch_s")
-        shared = self.shared(x) if self.shared is not None else None
+        shared = None
+        if self.shared is not None:
+            with runtime.beside(fork):
+                shared = self.shared(x)
         times.lap("dense_s")
-        return PendingMLP(pending, shared)
+        return PendingMLP(routed, shared, x, runtime)
 
 
 class PendingMLP:
-    """The output of routed and shared experts, of which the first may still be on its way."""
+    """The output of routed and shared experts, of which the first may still be on its way.
 
-    def __init__(self, routed: PendingStep, shared: torch.Tensor | None) -> None:
-        self._routed, self._shared = routed, shared
+    Args:
+        routed: The step at the routed experts.
+        shared: The shared expert's output.
+        x: What both are computed of, which is kept for them.
+        runtime: Computes the shared expert, maybe beside the lane.
+    """
 
-    def wait(self, times: StepTimes) -> torch.Tensor:
-        """The output for tokens [T, H], without the residual."""
-        output = self._routed.wait(self._shared)
+    def __init__(self, routed: PendingStep, shared: torch.Tensor | None, x: Rows, runtime: Runtime) -> None:
+        self._routed, self._shared, self._x, self._runtime = routed, shared, x, runtime
+
+    def wait(self, times: StepTimes) -> tuple[torch.Tensor, ...]:
+        """What makes the output for tokens [T, H], without the residual: one part, or two to be added."""
+        output: tuple[torch.Tensor, ...]
+        if self._shared is None or self._runtime.device.type == "cpu":
+            output = (self._routed.wait(self._shared),)
+        else:  # the sum may be there, and on its way to the GPU, before the shared expert's
+            output = (self._routed.wait(), self._shared)
+            self._runtime.join()
         times.lap("wait_s")
         return output
 
@@ -138,12 +155,12 @@ class DecoderLayer:
     def advance(self, lane: Lane, cache: LayerCache, times: StepTimes) -> None:
         """Takes a lane through the layer up to where it waits for experts; its tokens go into the cache."""
         hidden, x = self.input_norm.add(lane.hidden, lane.take(times))
-        lane.hidden, x = self.mlp_norm.add(hidden, self.attention(x, lane.step, cache))
+        lane.hidden, x = self.mlp_norm.add(hidden, (self.attention(x, lane.step, cache),))
         times.lap("attention_s")
         if isinstance(self.mlp, MoEBlock):
             lane.pending = self.mlp.submit(x, lane.number, times)
         else:
-            lane.delta = self.mlp(x)
+            lane.deltas = (self.mlp(x),)
             times.lap("dense_s")
 
 
@@ -162,22 +179,21 @@ class Lane:
     def __init__(self, number: int, step: Step, hidden: torch.Tensor) -> None:
         self.number, self.step, self.hidden = number, step, hidden
         self.pending: PendingMLP | None = None
-        self.delta: torch.Tensor | None = None  # the last MLP's output, which is not yet in the hidden state
+        # The last MLP's output, which is not yet in the hidden state: none, one, or two that are to be added.
+        self.deltas: tuple[torch.Tensor, ...] = ()
 
-    def take(self, times: StepTimes) -> torch.Tensor | None:
-        """What the last MLP adds to the hidden state: [T, H], waited for; None before the first layer."""
-        delta, self.delta = self.delta, None
+    def take(self, times: StepTimes) -> tuple[torch.Tensor, ...]:
+        """What the last MLP adds to the hidden state, [T, H] each, waited for; none before layer 0."""
+        deltas, self.deltas = self.deltas, ()
         if self.pending is not None:
-            delta, self.pending = self.pending.wait(times), None
-        return delta
+            deltas, self.pending = self.pending.wait(times), None
+        return deltas
 
-    def collect(self, times: StepTimes) -> torch.Tensor:
-        """The hidden state [T, H] with the last MLP's output."""
-        delta = self.take(times)
-        if delta is not None:
-            self.hidden = self.hidden + delta
+    def finish(self, norm: RMSNorm, times: StepTimes) -> Rows:
+        """The hidden state [T, H] with the last MLP's output, normalised."""
+        self.hidden, rows = norm.add(self.hidden, self.take(times))
         times.lap("combine_s")
-        return self.hidden
+        return rows
 
 
 class CausalLM:
@@ -300,26 +316,44 @@ class CausalLM:
             return self.advance(running, kv_cache, times)
 
     def advance(
-        self, running: Sequence[Lane], kv_cache: Sequence[LayerCache], times: StepTimes
+        self,
+        running: Sequence[Lane],
+        kv_cache: Sequence[LayerCache],
+        times: StepTimes,
+        after: Callable[[int], None] = lambda layer: None,
     ) -> torch.Tensor:
-        """Takes lanes through all layers; the hidden states [T, H], normalised, lane behind lane."""
-        for layer, cache in zip(self.layers, kv_cache, strict=False):
+        """Takes lanes through all layers; the hidden states [T, H], normalised, lane behind lane.
+
+        Args:
+            running: The lanes.
+            kv_cache: Of each layer.
+            times: Where the time that each part took is added to.
+            after: Called behind each layer but the last one with its number.
+        """
+        for number, (layer, cache) in enumerate(zip(self.layers, kv_cache, strict=False)):
+            if number:
+                after(number - 1)
             for lane in running:
                 with self.runtime.lane(lane.number):
                     layer.advance(lane, cache, times)
         normalised = []
         for lane in running:
             with self.runtime.lane(lane.number):
-                hidden = lane.collect(times)
-                normalised.append(self.runtime.plain(self.norm(hidden)))
+                normalised.append(self.runtime.plain(lane.finish(self.norm, times)))
         return self.runtime.gather(normalised)
 
     @torch.inference_mode()
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits of the next token after each of these.
+    def compute_logits(self, hidden: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """The logits of the next token after each of these, or after those in ``rows``.
 
         Shapes:
-            hidden: [T, H] from :meth:`forward`; result: [T, V] f32, on the CPU
+            hidden: [T, H] from :meth:`forward`; result: [T or len(rows), V] f32, on the CPU
         """
         with self.runtime.active():
-            return self.runtime.to_cpu(self.head(hidden))
+            logits = None if self.captured is None else self.captured.logits_of(hidden)
+            if logits is not None:
+                # Not by PyTorch, which shares out a row's numbers: its threads then want all cores for a
+                # while, and workers and the exchange wait for theirs.
+                copy = logits.numpy()[slice(None) if rows is None else list(rows)].copy()
+                return torch.from_numpy(copy)
+            return self.runtime.to_cpu(self.head(hidden if rows is None else hidden[rows]))

@@ -125,7 +125,7 @@ class MTPLayer:
         lane = Lane(0, step, self.projection(joined))
         times = StepTimes()
         self.layer.advance(lane, cache, times)
-        return plain(self.norm(lane.collect(times)))
+        return plain(lane.finish(self.norm, times))
 
 
 def draft_attention(config: ModelConfig) -> MLAShape | GQAShape:

@@ -91,7 +91,11 @@ class GroupLimitedRouter:
         Reference:
             ``DeepseekV32TopkRouter`` of transformers; tests/moe/test_router.py has a scalar twin.
         """
-        return self._runtime.route_by_sigmoid(self.gate(x), self.correction_bias, self.routing)
+        return self.choose(self.gate(x))
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, of the products [T, E] with the router's matrix."""
+        return self._runtime.route_by_sigmoid(logits, self.correction_bias, self.routing)
 
 
 class SoftmaxRouter:
@@ -115,4 +119,8 @@ class SoftmaxRouter:
         Reference:
             ``Qwen3MoeTopKRouter`` of transformers; tests/moe/test_router.py has a scalar twin.
         """
-        return self._runtime.route_by_softmax(self.gate(x), self.routing)
+        return self.choose(self.gate(x))
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, of the products [T, E] with the router's matrix."""
+        return self._runtime.route_by_softmax(logits, self.routing)
