@@ -267,6 +267,10 @@ def decode_tiling(out_features: int, in_features: int, device: int) -> Tiling:
         return Tiling(32, num_warps, 2, None)
     if out_features * num_warps >= 12 * 32 * num_processors:
         return Tiling(32, num_warps, 8 // num_warps, None)
+    if num_blocks >= 48 and num_warps == 4:  # few tiles, long sums: more warps, with less on its way each
+        if out_features <= 20 * num_processors:
+            return Tiling(32, 8, 4, None)
+        return Tiling(16, 8, 2, 128)
     # Few tiles have all of K on its way in two turns, or as much as there are registers for.
     rounds = triton.cdiv(num_blocks, num_warps)
     ahead = triton.cdiv(rounds, max(2, triton.cdiv(rounds, 7)))
