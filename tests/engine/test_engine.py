@@ -169,7 +169,7 @@ def test_an_interruption_between_model_and_sampler_is_made_good(
     expected = greedy(engine, PROMPT, 6)
     request = engine.new_request(PROMPT, SamplingParams(temperature=0, max_tokens=6))
     with monkeypatch.context() as patch:
-        patch.setattr(model, "compute_logits", lambda hidden: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patch.setattr(model, "compute_logits", lambda *rows: (_ for _ in ()).throw(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             list(engine.run(request))
     assert list(engine.run(request)) == expected

@@ -69,15 +69,27 @@ def test_they_are_the_log_softmax_of_the_rows_before(model: CausalLM, expected: 
     assert len(ranks) > 10
 
 
+def sizes_of_logits(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the number of rows whose logits are computed."""
+    sizes: list[int] = []
+    compute = model.compute_logits
+
+    def counting(hidden: torch.Tensor, rows: list[int] | None = None) -> torch.Tensor:
+        logits = compute(hidden, rows)
+        sizes.append(len(logits))
+        return logits
+
+    monkeypatch.setattr(model, "compute_logits", counting)
+    return sizes
+
+
 @pytest.mark.parametrize("step", [1, 7, 16, 64])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_steps_and_pieces_change_nothing(
     step: int, rows: int, model: CausalLM, expected: PromptLogprobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_module, "_LOGPROB_ROWS", rows)
-    sizes: list[int] = []
-    compute = model.compute_logits
-    monkeypatch.setattr(model, "compute_logits", lambda x: sizes.append(len(x)) or compute(x))
+    sizes = sizes_of_logits(model, monkeypatch)
     assert found_by(make_engine(model, step=step)) == expected
     assert max(sizes) == min(rows, step)
 
@@ -128,9 +140,7 @@ def test_who_loses_its_pages_goes_on_where_it_was(
     assert request.prompt_logprobs == expected[:33]
     engine.abort(request)
     assert request.most_cached_tokens == 32
-    rows: list[int] = []
-    compute = model.compute_logits
-    monkeypatch.setattr(model, "compute_logits", lambda x: rows.append(len(x)) or compute(x))
+    rows = sizes_of_logits(model, monkeypatch)
     sizes = step_sizes(model, monkeypatch)
     list(engine.run(request))
     assert request.prompt_logprobs == expected
@@ -166,8 +176,8 @@ def test_broken_logits_fail_who_asks_alone(model: CausalLM, monkeypatch: pytest.
     engine = make_engine(model)
     compute = model.compute_logits
 
-    def broken(hidden: torch.Tensor) -> torch.Tensor:
-        logits = compute(hidden).clone()
+    def broken(hidden: torch.Tensor, rows: list[int] | None = None) -> torch.Tensor:
+        logits = compute(hidden, rows).clone()
         if len(logits) > 2:
             logits[4, 7] = torch.nan
         return logits

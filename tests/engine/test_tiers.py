@@ -549,7 +549,7 @@ def logits_of(engine: Engine, prompt: list[int], cached: CachedTokens) -> torch.
     request = engine.new_request(prompt, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
     found = []
     compute_logits = engine.model.compute_logits
-    engine.model.compute_logits = lambda hidden: found.append(compute_logits(hidden)) or found[-1]  # type: ignore
+    engine.model.compute_logits = lambda *rows: found.append(compute_logits(*rows)) or found[-1]  # type: ignore
     try:
         list(engine.run(request))
     finally:

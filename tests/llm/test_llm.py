@@ -91,7 +91,7 @@ def test_a_reply_cut_inside_a_character_shows_that(llm: LLM, monkeypatch: pytest
     assert rest, "the tokenizer splits this character"
     model = llm._engine.model
 
-    def always_the_first_part(hidden: torch.Tensor) -> torch.Tensor:
+    def always_the_first_part(hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
         return torch.nn.functional.one_hot(torch.tensor([first]), model.config.vocab_size).float()
 
     monkeypatch.setattr(model, "compute_logits", always_the_first_part)

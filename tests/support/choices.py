@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from duckllm.layers.cpu_runtime import CpuRuntime
-from duckllm.layers.cuda_runtime import CudaRuntime
 from duckllm.moe.router import SigmoidRouting, SoftmaxRouting
 
 _OPERATIONS = ("route_by_sigmoid", "route_by_softmax", "select")
@@ -47,6 +46,8 @@ class Choices:
 @contextmanager
 def recorded() -> Iterator[Choices]:
     """What models on a GPU choose, as long as their steps are not captured."""
+    from duckllm.layers.cuda_runtime import CudaRuntime  # needs Triton
+
     choices = Choices()
     route_by_sigmoid, route_by_softmax = CudaRuntime.route_by_sigmoid, CudaRuntime.route_by_softmax
     select = CudaRuntime.select
