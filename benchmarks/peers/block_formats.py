@@ -19,6 +19,7 @@ I64 = npt.NDArray[np.int64]
 
 # Weights per block and bytes per block of ggml's formats.
 BLOCKS = {"Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_K": (256, 144)}
+RAWINT4_GROUP = 32  # weights that share a bf16 scale
 GGML_TYPES = {"Q4_0": 2, "Q8_0": 8, "Q4_K": 12}
 
 
@@ -29,12 +30,12 @@ class Expert:
     Args:
         stored: Three arrays, in the engine's format.
         values: The same three in float32.
-        scales: Three arrays of f32 block scales; empty where the format has none of its own.
+        scales: Three arrays of block scales, f32 or (RAWINT4) bf16; empty where it has none of its own.
     """
 
     stored: tuple[npt.NDArray[np.generic], ...]
     values: tuple[F32, F32, F32]
-    scales: tuple[F32, ...] = ()
+    scales: tuple[npt.NDArray[np.generic], ...] = ()
 
 
 def bits_per_weight(weight_format: str) -> float:
@@ -42,6 +43,8 @@ def bits_per_weight(weight_format: str) -> float:
     if weight_format in BLOCKS:
         weights, num_bytes = BLOCKS[weight_format]
         return 8 * num_bytes / weights
+    if weight_format == "RAWINT4":
+        return 4 + 16 / RAWINT4_GROUP
     return {"FP8": 8 + 32 / 128**2, "INT8": 8.0, "BF16": 16.0}[weight_format]
 
 
@@ -107,7 +110,7 @@ def _q4_k_values(blocks: U8, scale: np.float32, least: np.float32) -> F32:
 
 
 def random_expert(weight_format: str, hidden_size: int, channels: int, seed: int) -> Expert:
-    """One expert of random weights in a format: FP8, INT8, BF16, Q8_0, Q4_0 or Q4_K.
+    """One expert of random weights in a format: FP8, INT8, BF16, RAWINT4, Q8_0, Q4_0 or Q4_K.
 
     INT8 is given as BF16, for the engine quantises it itself.
     """
@@ -119,6 +122,8 @@ def random_expert(weight_format: str, hidden_size: int, channels: int, seed: int
     if weight_format in ("INT8", "BF16"):
         bits = tuple(to_bf16(rng.standard_normal(size, np.float32) / size[1] ** 0.5) for size in sizes)
         return Expert(bits, tuple(from_bf16(each) for each in bits))
+    if weight_format == "RAWINT4":
+        return _raw_int4_expert(sizes, rng)
     table = e4m3_values()
     codes = [
         rng.integers(0, 126, size, dtype=np.uint8) | rng.integers(0, 2, size, dtype=np.uint8) << 7
@@ -133,6 +138,20 @@ def random_expert(weight_format: str, hidden_size: int, channels: int, seed: int
         wide = scale.repeat(128, axis=0).repeat(128, axis=1)[: size[0], : size[1]]
         values.append(table[code] * wide)
     return Expert(tuple(codes), tuple(values), tuple(scales))
+
+
+def _raw_int4_expert(sizes: tuple[tuple[int, int], ...], rng: np.random.Generator) -> Expert:
+    """Codes minus 8, two a byte, the lower half first; a bf16 scale for each group of a row."""
+    stored, values, scales = [], [], []
+    for rows, columns in sizes:
+        packed = rng.integers(0, 256, (rows, columns // 2), dtype=np.uint8)
+        drawn = rng.uniform(0.5, 1.5, (rows, columns // RAWINT4_GROUP)) / (4.6 * columns**0.5)
+        words = to_bf16(drawn.astype(np.float32))
+        codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(rows, columns)
+        stored.append(packed)
+        scales.append(words)
+        values.append((codes.astype(np.float32) - 8) * from_bf16(words).repeat(RAWINT4_GROUP, axis=1))
+    return Expert(tuple(stored), (values[0], values[1], values[2]), tuple(scales))
 
 
 def expert_output(expert: Expert, x: npt.NDArray[np.floating]) -> F64:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from statistics import median
 
 EIGHT_BIT_FORMATS = ("FP8", "Q8_0", "INT8")
+FOUR_BIT_FORMATS = ("RAWINT4", "Q4_0", "Q4_K")
 DECODE_HEADER = (
-    f"{'peer':28s} {'format':6s} thr  Gparam/s (best)   GB/s  of ceiling  ours fp9, fp8    ours/theirs (best)"
+    f"{'peer':28s} {'format':6s} thr  Gparam/s (best)   GB/s  of ceiling  ours/theirs (best)  ours"
 )
-PREFILL_HEADER = f"{'peer':28s} {'format':6s} thr  rows  GFLOP/s (best)  ours fp9, fp8    ours/theirs (best)"
+PREFILL_HEADER = f"{'peer':28s} {'format':6s} thr  rows  GFLOP/s (best)  ours/theirs (best)  ours"
 
 
 @dataclass(frozen=True)
@@ -99,13 +100,15 @@ class Comparison:
         """For the table: weights per second with one row, arithmetic with several."""
         scale = 1 if self.rows == 1 else 2
         rate, best = (scale * self.gparam_per_s(each) for each in (median(self.seconds), min(self.seconds)))
-        ours = ", ".join(f"{scale * self.gparam_per_s(median(times)):6.1f}" for times in self.ours.values())
+        ours = ", ".join(
+            f"{name} {scale * self.gparam_per_s(median(times)):.1f}" for name, times in self.ours.items()
+        )
         start = f"{self.description:28s} {self.way.weight_format:6s} {self.way.threads:3d}"
         if self.rows == 1:
             middle = f"  {rate:7.1f} ({best:5.1f}) {self.gb_per_s:7.1f} {self.of_ceiling:10.0%}  "
         else:
             middle = f" {self.rows:5d}  {rate:6.1f} ({best:5.1f})  "
-        return f"{start}{middle}{ours:16s} {self.ratio:8.2f} ({self.fastest_ratio:.2f})"
+        return f"{start}{middle}{self.ratio:11.2f} ({self.fastest_ratio:.2f})  {ours}"
 
     def as_json(self) -> dict[str, object]:
         """For programs."""
@@ -154,7 +157,7 @@ def table(outcomes: Iterable[Comparison | Refusal]) -> list[str]:
 
 
 def summary(outcomes: Iterable[Comparison | Refusal]) -> dict[str, dict[str, object]]:
-    """The nearest rivals: the fastest 8-bit path with one row, the fastest of all with several.
+    """The nearest rivals: the fastest 8-bit and 4-bit paths with one row, the fastest of all with several.
 
     ``same_threads`` is the least of our speed over a peer's with as many compute threads; ``same_machine`` is
     ours with the most threads over the peer's fastest with any, for one whose helper thread takes a core.
@@ -162,6 +165,7 @@ def summary(outcomes: Iterable[Comparison | Refusal]) -> dict[str, dict[str, obj
     compared = [each for each in outcomes if isinstance(each, Comparison)]
     rivals = {
         "decode_8_bit": [e for e in compared if e.rows == 1 and e.way.weight_format in EIGHT_BIT_FORMATS],
+        "decode_4_bit": [e for e in compared if e.rows == 1 and e.way.weight_format in FOUR_BIT_FORMATS],
         **{
             f"prefill_{rows}": [each for each in compared if each.rows == rows]
             for rows in sorted({each.rows for each in compared} - {1})

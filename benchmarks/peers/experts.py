@@ -8,8 +8,9 @@ C++ compiler and a few minutes. Then, for each peer, format and number of thread
 
 1. starts the peer in a process of its own with as many experts as a layer has, of random weights, and
    compares its output with float64 made from these weights; what cannot run is a line that says why,
-2. measures in turns, in every round: the read ceiling, our fp9 and fp8 (verified, too), and the peer, which
-   is stopped while it is not asked. With one row each step takes the next experts, so that no expert is read
+2. measures in turns, in every round: the read ceiling, ours (verified, too; int4 beside 4-bit formats; fp9,
+   fp8 and int8 beside the others, int4 beside all where there are several rows), and the peer, which is
+   stopped while it is not asked. With one row each step takes the next experts, so that no expert is read
    again before all the others of the layer were, several last-level caches; with several rows each chooses
    its own,
 3. prints medians and, in brackets, what the fastest samples of each say, which is more where the machine is
@@ -30,7 +31,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from block_formats import bits_per_weight
-from comparison import Comparison, Refusal, Way, summary, table
+from comparison import FOUR_BIT_FORMATS, Comparison, Refusal, Way, summary, table
 from peer_install import KT_KERNEL, LLAMA_CPP, PeerEnvironment, PeerUnavailable, cache_folder
 from peer_process import PeerProcess
 
@@ -49,8 +50,11 @@ PEER_SHAPES = {
     "deepseek-16": SliceShape("DeepSeek-V3.2 cut 16 ways", 7168, 8),
     "deepseek-32": SHAPES["deepseek-32"],
 }
-PEER_FORMATS = {"kt-kernel": ("FP8", "Q8_0", "INT8", "BF16", "Q4_K"), "llama.cpp": ("Q8_0", "Q4_0", "Q4_K")}
-OUR_FORMATS = ("fp9", "fp8")
+PEER_FORMATS = {
+    "kt-kernel": ("FP8", "Q8_0", "INT8", "BF16", "RAWINT4", "Q4_K"),
+    "llama.cpp": ("Q8_0", "Q4_0", "Q4_K"),
+}
+OUR_FORMATS = ("fp9", "fp8", "int8", "int4")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -88,6 +92,13 @@ def ways(peers: list[str], formats: list[str] | None, threads: int) -> Iterator[
                 yield Way(peer, weight_format, count)
 
 
+def formats_beside(weight_format: str, rows: int) -> tuple[str, ...]:
+    """Ours that a peer's format is compared with: of as many bits, where bits are what counts."""
+    if weight_format in FOUR_BIT_FORMATS:
+        return ("int4",)
+    return OUR_FORMATS if rows > 1 else ("fp9", "fp8", "int8")
+
+
 class Ours:
     """Our steps of each number of rows, and the read ceiling, with one number of threads."""
 
@@ -120,7 +131,7 @@ class Ours:
 
     def beside(self, peer: PeerProcess, way: Way, rows: int, repeats: int) -> Comparison:
         """Measures in turns."""
-        steps = self.steps[rows]
+        steps = {name: self.steps[rows][name] for name in formats_beside(way.weight_format, rows)}
         for step in steps.values():
             step.seconds.clear()
         theirs: list[float] = []

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from block_formats import F32, GGML_TYPES, I64, Expert, from_bf16, to_bf16
+from block_formats import F32, GGML_TYPES, I64, RAWINT4_GROUP, Expert, from_bf16, to_bf16
 from peer_side import Job, serve
 
 # Operator by format and ISA; those of "avx512" are named after AMX and run without it.
@@ -25,6 +25,8 @@ OPERATORS = {
     ("BF16", "avx512"): "AMXBF16_MOE",
     ("BF16", "avx2"): "AVX2BF16_MOE",
     ("INT8", "avx512"): "AMXInt8_MOE",
+    ("RAWINT4", "avx512"): "AMXInt4_KGroup_MOE",
+    ("RAWINT4", "avx2"): "AVX2RawInt4_MOE",
 }
 # The package's own order, most capable first, with the CPU flags that it asks for; AMX is left out.
 AVX512_VARIANTS = {
@@ -34,7 +36,7 @@ AVX512_VARIANTS = {
     "avx512_base": set(),
 }
 BIND_TIMEOUT_S = 2.0
-TOLERANCES = {"FP8": 2e-2, "BF16": 2e-2, "INT8": 6e-2, "Q8_0": 3e-2, "Q4_K": 3e-2}
+TOLERANCES = {"FP8": 2e-2, "BF16": 2e-2, "INT8": 6e-2, "RAWINT4": 3e-2, "Q8_0": 3e-2, "Q4_K": 3e-2}
 
 
 def cpu_flags() -> set[str]:
@@ -151,6 +153,9 @@ class KtKernel:
                 setattr(config, f"{name}_scales", [scales])
             if job.weight_format == "FP8":
                 config.quant_config.bits, config.quant_config.group_size = 8, 128
+                config.quant_config.zero_point = False
+            elif job.weight_format == "RAWINT4":
+                config.quant_config.bits, config.quant_config.group_size = 4, RAWINT4_GROUP
                 config.quant_config.zero_point = False
         return getattr(kt.moe, operator)(config)
 

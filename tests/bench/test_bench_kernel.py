@@ -206,7 +206,8 @@ def test_the_default_grid_is_a_cross_and_full_is_all() -> None:
     assert max(cell.flop for cell in cells) <= DEFAULT_MOST_FLOP
     assert {cell.rows for cell in cells if cell.routing == OWN} == {32, 128}
     full = cells_of(KernelConfig(full=True), "qwen3")
-    assert len(full) == 2 * (5 * 7 + 5 * 3 + 1)
+    assert len(full) == 4 * (5 * 7 + 5 * 3 + 1)
+    assert {cell.format for cell in full} == {"fp9", "fp8", "int8", "int4"}
     asked = cells_of(KernelConfig(rows=(512,), experts=(3,), format=("fp8",)), "deepseek")
     assert asked == [Cell("deepseek", "fp8", 3, 512, SAME), Cell("deepseek", "fp8", 3, 512, OWN)]
 
@@ -225,7 +226,7 @@ def test_memory_is_reckoned_before_anything_is_measured() -> None:
     ("arguments", "message"),
     [
         (["--shape", "gpt"], "shape: got 'gpt', expected one of deepseek-32, deepseek-8, deepseek, qwen3, "),
-        (["--format", "fp9,int4"], "format: got 'int4', expected one of fp9, fp8"),
+        (["--format", "fp9,int3"], "format: got 'int3', expected one of fp9, fp8, int8"),
         (["--isa", "neon"], "isa: got 'neon', expected one of auto, scalar"),
         (["--rows", "1,0"], "rows: got 0, expected 1 to 4096"),
         (["--rows", "few"], "rows: got 'few', expected numbers with commas between"),

@@ -85,10 +85,10 @@ def test_the_table_has_decode_then_prefill_then_refusals(peers: dict[str, Module
     lines = names.table([refusal, comparison(peers, rows=512), comparison(peers)])
     assert lines[0] == names.DECODE_HEADER
     assert " ".join(lines[1].split()) == (
-        "llama.cpp avx512, CPU Q8_0 2 15.0 ( 30.0) 15.9 40% 30.0, 37.5 2.50 (2.00)"
+        "llama.cpp avx512, CPU Q8_0 2 15.0 ( 30.0) 15.9 40% 2.50 (2.00) fp9 30.0, fp8 37.5"
     )
     assert lines[2] == names.PREFILL_HEADER
-    assert lines[3].split()[4:9] == ["2", "512", "15360.0", "(30720.0)", "30720.0,"]
+    assert lines[3].split()[4:9] == ["2", "512", "15360.0", "(30720.0)", "2.50"]
     assert lines[4].endswith("FP8      1  does not run: channels in 128s, not 64")
     assert len(lines) == 5
     assert refusal.as_json() == {
@@ -111,6 +111,10 @@ def test_the_summary_takes_the_nearest_rival(peers: dict[str, ModuleType]) -> No
         "decode_8_bit": {
             "same_threads": {**vars(one_thread.way), "ours_over_theirs": 1.111},
             "same_machine": {**vars(one_thread.way), "ours_over_theirs": 1.25},
+        },
+        "decode_4_bit": {
+            "same_threads": {**vars(four_bit.way), "ours_over_theirs": 0.625},
+            "same_machine": {**vars(four_bit.way), "ours_over_theirs": 0.625},
         },
         "prefill_512": {
             "same_threads": {**vars(four_bit.way), "ours_over_theirs": 0.5},
@@ -284,7 +288,9 @@ def test_each_format_runs_with_all_threads_and_one_less(peers: dict[str, ModuleT
         way("llama.cpp", "Q8_0", 2),
         way("llama.cpp", "Q8_0", 1),
     ]
-    assert len(list(experts.ways(["kt-kernel"], None, 1))) == 5
+    assert len(list(experts.ways(["kt-kernel"], None, 1))) == 6
+    assert experts.formats_beside("RAWINT4", 1) == experts.formats_beside("Q4_K", 512) == ("int4",)
+    assert experts.formats_beside("FP8", 1) == ("fp9", "fp8", "int8")
 
 
 @pytest.mark.parametrize(
@@ -293,7 +299,7 @@ def test_each_format_runs_with_all_threads_and_one_less(peers: dict[str, ModuleT
         (["--threads", "0"], "--threads is 0: expected 1 or more"),
         (["--repeats", "-1"], "--repeats is -1: expected 1 or more"),
         (["--rows", "1", "0"], "--rows has 0: expected 1 or more"),
-        (["--format", "Q9"], "--format is 'Q9': expected one of BF16, FP8, INT8, Q4_0, Q4_K, Q8_0"),
+        (["--format", "Q9"], "--format is 'Q9': expected one of BF16, FP8, INT8, Q4_0, Q4_K, Q8_0, RAWINT4"),
     ],
 )
 def test_wrong_arguments_are_named(

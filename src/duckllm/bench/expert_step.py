@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from duckllm import _native
+from duckllm.bench.integer_experts import random_integer_expert
 from duckllm.bench.memory import U8, new_memory
+from duckllm.config import LOSSLESS_FORMATS
 from duckllm.weights.e4m3 import dequantise
 from duckllm.weights.units import ExpertWeights
 
@@ -30,6 +32,7 @@ LARGE_EXPERT_WEIGHTS = 16 << 20
 # Largest error of a kernel over its largest output; an f32 sum of 7168 terms is far below it.
 TOLERANCE = 1e-4
 BF16_TOLERANCE = 1e-2
+INTEGER_TOLERANCE = 4e-2  # x and activations rounded to bytes
 # A sample is made of steps until it is as long as this, of MOST_STEPS at most.
 SAMPLE_S = 2e-3
 MOST_STEPS = 5
@@ -71,9 +74,9 @@ class SliceShape:
 
 
 class RandomExperts:
-    """A few experts of random e4m3 weights, and what float64 says they compute.
+    """A few experts of random weights, e4m3 or the codes of a format, and what float64 says they compute.
 
-    Every e4m3 code but NaN occurs. The reference is computed from the codes, not from packed units.
+    Every code but NaN occurs. The reference is computed from the codes, not from packed units.
 
     Args:
         shape: The slice.
@@ -86,7 +89,7 @@ class RandomExperts:
             _random_codes(shape, seed)
             for seed in range(DISTINCT_LARGE_EXPERTS if large else DISTINCT_EXPERTS)
         ]
-        self._exact: dict[int, F64] = {}
+        self._exact: dict[tuple[int, bool | str], F64] = {}
 
     def __len__(self) -> int:
         return len(self._codes)
@@ -96,35 +99,47 @@ class RandomExperts:
         units = new_memory(num_experts * self.shape.expert_bytes(weight_format), huge_pages).reshape(
             num_experts, self.shape.num_stripes, -1
         )
-        packed = [
-            _native.pack_expert_units(
-                codes.gate,
-                codes.up,
-                codes.down,
-                codes.gate_scales,
-                codes.up_scales,
-                codes.down_scales,
-                format=weight_format,
-            )
-            for codes in self._codes[:num_experts]
-        ]
+        packed = [self._pack(number, weight_format) for number in range(min(num_experts, len(self)))]
         for expert in range(num_experts):
             units[expert] = packed[expert % len(packed)]
         return units
 
-    def exact(self, expert: int) -> F64:
+    def _pack(self, number: int, weight_format: str) -> U8:
+        if weight_format not in LOSSLESS_FORMATS:
+            shape = self.shape
+            return random_integer_expert(weight_format, shape.hidden_size, shape.channels, number)[0]
+        codes = self._codes[number]
+        return _native.pack_expert_units(
+            codes.gate,
+            codes.up,
+            codes.down,
+            codes.gate_scales,
+            codes.up_scales,
+            codes.down_scales,
+            format=weight_format,
+        )
+
+    def _values(self, number: int, weight_format: str) -> tuple[F32, F32, F32]:
+        if weight_format not in LOSSLESS_FORMATS:
+            shape = self.shape
+            return random_integer_expert(weight_format, shape.hidden_size, shape.channels, number)[1]
+        codes = self._codes[number]
+        return (
+            dequantise(codes.gate, codes.gate_scales),
+            dequantise(codes.up, codes.up_scales),
+            dequantise(codes.down, codes.down_scales),
+        )
+
+    def exact(self, expert: int, weight_format: str = "fp9") -> F64:
         """The expert function of the rows VERIFIED_ROWS, without its weight, in float64: [rows, H]."""
-        number = expert % len(self._codes)
-        if number not in self._exact:
-            codes = self._codes[number]
-            gate = dequantise(codes.gate, codes.gate_scales).astype(np.float64)
-            up = dequantise(codes.up, codes.up_scales).astype(np.float64)
-            down = dequantise(codes.down, codes.down_scales).astype(np.float64)
+        place = expert % len(self._codes), weight_format in LOSSLESS_FORMATS or weight_format
+        if place not in self._exact:
+            gate, up, down = (each.astype(np.float64) for each in self._values(place[0], weight_format))
             x = random_rows(VERIFIED_ROWS, self.shape.hidden_size).astype(np.float64)
             g = x @ gate.T
             with np.errstate(over="ignore"):  # exp of a large -g is infinite, and silu rightly zero
-                self._exact[number] = (g / (1 + np.exp(-g)) * (x @ up.T)) @ down.T
-        return self._exact[number]
+                self._exact[place] = (g / (1 + np.exp(-g)) * (x @ up.T)) @ down.T
+        return self._exact[place]
 
 
 def random_rows(rows: Iterable[int], hidden_size: int) -> F32:
@@ -166,7 +181,7 @@ class ExpertStep:
         top_k: Experts that each row chooses.
         threads: Compute threads.
         isa: Instruction set, or ``"auto"``.
-        weight_format: ``"fp9"`` or ``"fp8"``.
+        weight_format: Of the units.
         layer_experts: None: all rows of a step choose the same experts, so that its bytes do not depend on
             T, and the next step takes the next experts. A number: each row chooses its own at random among
             as many experts of a layer, and the next step takes the next layer.
@@ -206,7 +221,10 @@ class ExpertStep:
             pin_threads=True,
             prefill=prefill,
         )
+        self._format = weight_format
         self._tolerance = TOLERANCE if prefill == "f32" else BF16_TOLERANCE
+        if weight_format not in LOSSLESS_FORMATS:
+            self._tolerance = INTEGER_TOLERANCE
         self._x = random_rows(range(num_tokens), shape.hidden_size)
         self._rng = np.random.default_rng(num_tokens)
         self._weights = self._rng.uniform(0.1, 1.0, (num_tokens, top_k)).astype(np.float32)
@@ -254,7 +272,7 @@ class ExpertStep:
         exact = np.zeros((len(rows), self._x.shape[1]))
         for place, row in enumerate(rows):
             for expert, weight in zip(ids[0, row], self._weights[row], strict=True):
-                exact[place] += float(weight) * self._random.exact(int(expert))[place]
+                exact[place] += float(weight) * self._random.exact(int(expert), self._format)[place]
         error = float(abs(self._y[rows] - exact).max() / abs(exact).max())
         if not (error <= self._tolerance and np.isfinite(self._y).all()):
             raise RuntimeError(f"the expert step is {error:.1e} of its largest output off: nothing measured")

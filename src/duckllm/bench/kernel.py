@@ -21,7 +21,7 @@ from duckllm.bench.ceilings import (
 from duckllm.bench.expert_step import MOST_STEPS, ExpertStep, RandomExperts, SliceShape, gb_per_s
 from duckllm.bench.machine import Caches, available_memory_bytes, read_caches
 from duckllm.bench.memory import U8
-from duckllm.config import LOSSLESS_FORMATS, PREFILLS, available_cores
+from duckllm.config import LOSSLESS_FORMATS, PREFILLS, WEIGHT_FORMATS, available_cores
 from duckllm.errors import ConfigError, InWords
 from duckllm.prefill import check_prefill
 from duckllm.worker.other_load import LoadMeter, OtherLoad
@@ -36,6 +36,7 @@ SHAPES = {
 }
 EXPERTS = (4, 8, 12, 16, 20)
 ROWS = (1, 2, 4, 8, 32, 128, 512)
+DEFAULT_FORMATS = (*LOSSLESS_FORMATS, "int8", "int4")
 # Without --full: one row with every number of experts, and every number of rows with this one.
 DEFAULT_EXPERTS = 8
 DEFAULT_ROWS = ROWS[:-1]
@@ -82,7 +83,7 @@ class KernelConfig:
     def __post_init__(self) -> None:
         for field_name, values, known in (
             ("shape", self.shape, tuple(SHAPES)),
-            ("format", self.format, LOSSLESS_FORMATS),
+            ("format", self.format, WEIGHT_FORMATS),
             ("isa", (self.isa,), ("auto", *_native.available_isas())),
             ("prefill", (self.prefill,), PREFILLS),
         ):
@@ -186,7 +187,7 @@ def cells_of(config: KernelConfig, shape: str) -> list[Cell]:
     chosen = bool(config.experts or config.rows)
     experts, rows = config.experts or EXPERTS, config.rows or (ROWS if config.full else DEFAULT_ROWS)
     cells = []
-    for weight_format in config.format or LOSSLESS_FORMATS:
+    for weight_format in config.format or DEFAULT_FORMATS:
         for num_rows in rows:
             for num_experts in experts:
                 crossed = num_rows == 1 or num_experts == DEFAULT_EXPERTS

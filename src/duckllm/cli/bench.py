@@ -139,7 +139,8 @@ def kernel(
     ] = "",
     rows: Annotated[str, typer.Option(help="Rows of a step, like 1,2; empty takes 1 to 128.")] = "",
     weight_format: Annotated[
-        str, typer.Option("--format", help="fp9, fp8 or fp9,fp8; empty takes both.")
+        str,
+        typer.Option("--format", help="Weight formats, like fp8,int4; empty takes fp9, fp8, int8, int4."),
     ] = "",
     threads: Annotated[int, typer.Option(help="Threads; 0 takes all cores.")] = 0,
     isa: Annotated[str, typer.Option(help="Instruction set: auto, scalar, avx2 or avx512.")] = "auto",
