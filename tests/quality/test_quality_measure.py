@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from duckllm import LLM
+from duckllm import LLM, SamplingParams
 from duckllm.cli.main import app
 from duckllm.demo.suite import load_suite
 from duckllm.errors import ConfigError
@@ -22,7 +22,10 @@ from duckllm.quality.logits import logits_of
 from duckllm.quality.measure import FormatQuality, Measurement, Variant
 from duckllm.quality.report import table
 from duckllm.quality.texts import Passage, read_passages, shipped_passages, spread
+from duckllm.quality.variants import FormatFolders
 from duckllm.text import Tokenizer
+from duckllm.weights.cache_folder import CACHE_VARIABLE
+from duckllm.weights.convert import convert
 from duckllm.weights.manifest import Manifest
 from support.models import all_logits, build_model
 
@@ -115,6 +118,24 @@ def test_numbers_are_those_of_the_whole_text_computed_at_once(
     got = measured[0][2].divergence
     assert got.kl == pytest.approx(kls, rel=1e-9, abs=1e-12)
     assert got.perplexity == pytest.approx(np.exp(surprise / len(kls)), rel=1e-9)
+
+
+def test_replies_that_are_not_written_yet_are_the_references(demo_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('"What is a duck?"\n"Is 91 prime?"\n')
+    open_passages = read_passages(path, Tokenizer(demo_folder), window=64)
+    measurement = Measurement(open_passages, 6, 0, lambda *state: None)
+    variants = [Variant("fp9", opener(demo_folder, "fp9")), Variant("b", opener(demo_folder, "fp9", SILENT))]
+    first, broken = measurement.run(variants)
+    # Greedy replies: no token is likelier than the next one, which a damaged model is asked for, too.
+    with LLM(demo_folder, workers=0, draft="off") as llm:
+        params = SamplingParams(temperature=0, max_tokens=6, logprobs=0)
+        replies = [each.outputs[0] for each in llm.generate([list(p.prompt) for p in open_passages], params)]
+    surprise = [-each.cumulative_logprob for each in replies if each.cumulative_logprob is not None]
+    assert first.divergence.num_tokens == sum(len(each.token_ids) for each in replies)
+    assert sum(first.divergence.surprise) == pytest.approx(sum(surprise), abs=1e-4)
+    assert broken.divergence.num_tokens == first.divergence.num_tokens
+    assert broken.divergence.kl_max > 0
 
 
 def test_progress_goes_from_nothing_to_all(measured: tuple[list[FormatQuality], Seen]) -> None:
@@ -248,7 +269,10 @@ def test_the_command_prints_one_json_object(demo_folder: Path, tmp_path: Path) -
     ("options", "field"),
     [
         (["--formats", "fp7"], "formats"),
-        (["--formats", ""], "formats"),
+        (["--formats", "fp8", "--keep", "fp8:mtp"], "keep"),
+        (["--formats", "fp8", "--importance", "/nowhere/at/all"], "importance"),
+        (["--formats", "int8"], "format"),
+        (["--reference", "fp8,fp9"], "reference"),
         (["--reference", "fp7"], "reference"),
         (["--tokens", "0"], "tokens"),
         (["--window", "3"], "window"),
@@ -258,6 +282,7 @@ def test_the_command_prints_one_json_object(demo_folder: Path, tmp_path: Path) -
         (["--text", "/nowhere/at/all"], "text"),
         (["--nodes", "/nowhere/at/all"], "nodes"),
         (["--workers", "-1"], "workers"),
+        (["--workers", "1", "--exact"], "exact"),
         (["--save", "/nowhere/at/all"], "save"),
     ],
 )
@@ -265,3 +290,60 @@ def test_options_are_refused_by_name(demo_folder: Path, options: list[str], fiel
     done = CliRunner().invoke(app, ["quality", str(demo_folder), *options])
     assert isinstance(done.exception, ConfigError)
     assert done.exception.field == field
+
+
+def test_formats_that_round_are_converted_once_and_lose_a_little(
+    demo_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """int8 loses less than int4; guesses stay in 8 bits unless that is not wanted; calibration is taken."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    recorded = tmp_path / "recorded"
+    runner = CliRunner()
+    done = runner.invoke(app, ["calibrate", str(demo_checkpoint), "--tokens", "300", "-o", str(recorded)])
+    assert done.exit_code == 0, done.output
+    quick = ["quality", str(demo_checkpoint), "--tokens", "150", "--reply-tokens", "2", "--json"]
+    found = runner.invoke(app, [*quick, "--formats", "int8,int4", "--exact"])
+    assert found.exit_code == 0, found.output
+    fp9, int8, exact8, int4, exact4 = json.loads(found.stdout)["formats"]
+    assert [each["format"] for each in (fp9, int8, int4)] == ["fp9", "int8", "int4"]
+    assert [each["format"] for each in (exact8, exact4)] == ["int8 exact", "int4 exact"]
+    for rounded, unrounded in ((int8, exact8), (int4, exact4)):
+        assert rounded["kl_mean_nats"] == pytest.approx(unrounded["kl_mean_nats"], rel=0.5)
+        assert rounded["kl_mean_nats"] != unrounded["kl_mean_nats"]
+        assert rounded["expert_bytes"] == unrounded["expert_bytes"]
+    assert 0 < int8["kl_mean_nats"] < 0.1 * int4["kl_mean_nats"]
+    assert int4["kl_mean_nats"] < 0.01
+    assert int8["top1_agreement"] == int4["top1_agreement"] == 1
+    assert 0.5 < int4["expert_bytes"] / fp9["expert_bytes"] < 0.6 < int8["expert_bytes"] / fp9["expert_bytes"]
+    assert (int8["layer_formats"], int4["layer_formats"]) == ("int8", "int4, fp8 in layer 6")
+    folders = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
+    assert len(folders) == 3
+
+    options = ["--keep", "none", "--importance", str(recorded)]
+    done = runner.invoke(app, [*quick, "--formats", "int4", *options])
+    assert done.exit_code == 0, done.output
+    bare = json.loads(done.stdout)["formats"][1]
+    assert bare["layer_formats"] == "int4"
+    assert bare["expert_bytes"] < int4["expert_bytes"]
+    assert bare["kl_mean_nats"] not in (0, int4["kl_mean_nats"])
+    kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
+    assert len(kept) == 4
+    assert folders.items() <= kept.items()
+
+    folder = next(path for path in (tmp_path / "cache").iterdir() if path.name.endswith("-int8"))
+    done = runner.invoke(app, ["quality", str(folder), "--formats", "int4"])
+    assert isinstance(done.exception, ConfigError)
+    assert done.exception.field == "format"
+    # Mostly fp8, but not all of it: what it holds is compared with nothing that it could be made into.
+    mixed = tmp_path / "mixed"
+    convert(demo_checkpoint, mixed, weight_format="int4", keep=["fp8:first,last,mtp"])
+    assert Manifest.load(mixed).format == "fp8"
+    assert (FormatFolders(mixed).reference, FormatFolders(mixed).defaults) == ("fp8", ())
+    with pytest.raises(ConfigError, match="fp9"):
+        FormatFolders(mixed).find(["fp8", "fp9"])
+    [alone] = FormatFolders(mixed).find(["fp8"])
+    assert (alone.weight_format, alone.layers) == ("auto", "fp8, int4 in layers 2-4")
+
+    done = runner.invoke(app, ["calibrate", str(folder), "-o", str(recorded)])
+    assert isinstance(done.exception, ConfigError)
+    assert done.exception.field == "model"

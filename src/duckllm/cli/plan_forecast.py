@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,12 @@ class Forecasting:
     def keep(self, rules: Sequence[str] | None) -> None:
         """Counts layers in other formats, as rules of ``--keep`` say."""
         self._keep = rules
+
+    def at(self, acceptance: float | None) -> Forecasting:
+        """The same flock with another share of guesses that are right; None for no guesses."""
+        other = copy(self)
+        other._acceptance = acceptance
+        return other
 
     def refuse(self, options: Mapping[str, object], device: str) -> None:
         """Refuses what the file of nodes says already.

@@ -16,20 +16,21 @@ import typer
 from duckllm.cli.bench_common import CellProgress, append_line, check_environment, check_save, parse_words
 from duckllm.cli.common import Waiting, parse_workers
 from duckllm.cli.model_options import ModelArgument
+from duckllm.cli.plan_forecast import Forecasting
 from duckllm.cluster.token import read_token
-from duckllm.config import LOSSLESS_FORMATS, available_cores
-from duckllm.errors import ConfigError
+from duckllm.config import WEIGHT_FORMATS, available_cores
+from duckllm.errors import ConfigError, InWords
 
 if TYPE_CHECKING:
     from duckllm import LLM
-    from duckllm.cli.plan_forecast import Forecasting
     from duckllm.models.registry import ModelFolder
     from duckllm.quality.measure import FormatQuality
+    from duckllm.quality.variants import FormatFolder
 
 EXAMPLES = """\b
 Examples:
-  duckllm quality --formats fp8,fp9 --suite
-  duckllm quality /checkpoints/mine --formats fp8 --text book.txt
+  duckllm quality --suite
+  duckllm quality /checkpoints/mine --formats int4 --keep fp8:first,last,mtp --text book.txt
   duckllm quality /models/mine --workers 10.0.0.11:7411,10.0.0.12:7411 --nodes nodes.toml --json
 """
 _MOST_TOKENS, _MOST_REPLY = 1 << 20, 1024
@@ -39,16 +40,37 @@ _LONG_CONTEXT = 1024  # of a prediction
 def quality(
     model: ModelArgument = None,
     formats: Annotated[
-        str, typer.Option(help="Formats of the experts to compare, with commas between.")
-    ] = ",".join(LOSSLESS_FORMATS),
-    reference: Annotated[
         str,
         typer.Option(
-            help="The format that the others are compared with; by default the lossless one that the model "
-            "is stored in.",
+            help="Formats of the experts to compare, with commas between; by default fp8,int8,int4 of a "
+            "checkpoint, and of a converted model what can be had of it.",
             show_default=False,
         ),
     ] = "",
+    reference: Annotated[
+        str,
+        typer.Option(
+            help="The format that the others are compared with; by default the one that the model is stored "
+            "in, fp9 of a checkpoint.",
+            show_default=False,
+        ),
+    ] = "",
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Layers in another format, as duckllm convert has it: fp8:first,last,mtp, or none; by "
+            "default fp8:mtp in formats of 4 bits.",
+            show_default=False,
+        ),
+    ] = None,
+    importance: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of duckllm calibrate, which weights what is rounded to 4 bits.",
+            show_default=False,
+            readable=False,
+        ),
+    ] = None,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -68,6 +90,14 @@ def quality(
         bool, typer.Option("--suite", help="Ask the demo model's 360 questions in each format, too.")
     ] = False,
     every: Annotated[int, typer.Option(help="Of the suite, ask each so-manieth question.")] = 1,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="Beside each format whose experts round activations a row without that: what its weights "
+            "alone cost. In this process.",
+        ),
+    ] = False,
     draft: Annotated[
         str,
         typer.Option(
@@ -107,12 +137,16 @@ def quality(
     """
     from duckllm.bench.machine import commit, cpu_name
     from duckllm.models.inspection import inspect_model
-    from duckllm.models.registry import open_model
+    from duckllm.quality.exact import with_exact_experts
     from duckllm.quality.measure import Measurement, Variant
     from duckllm.quality.report import table, to_json
+    from duckllm.quality.variants import FormatFolders
 
     check_environment()
-    names = parse_formats(formats)
+    names = parse_formats("formats", formats)
+    own = parse_formats("reference", reference)
+    if len(own) > 1:
+        raise ConfigError("reference", reference, "one format")
     for field, value, most in (
         ("tokens", tokens, _MOST_TOKENS),
         ("reply_tokens", reply_tokens, _MOST_REPLY),
@@ -122,39 +156,57 @@ def quality(
             raise ConfigError(field, value, f"a number from 1 to {most}")
     if draft not in ("on", "off"):
         raise ConfigError("draft", draft, "on or off")
-    if reference and reference not in LOSSLESS_FORMATS:
-        raise ConfigError("reference", reference, "one of " + ", ".join(LOSSLESS_FORMATS))
     options: dict[str, Any] = {"workers": parse_workers(workers), "cluster_token": read_token(token_file)}
-    asks = None if nodes is None else _forecasting(nodes, None)
+    if exact and options["workers"] != 0:
+        raise ConfigError("exact", InWords("workers"), "experts in this process, --workers 0")
+    asks = None if nodes is None else Forecasting(nodes, None, _LONG_CONTEXT, "1", "f32", False)
     if save is not None:
         check_save(save)
-    opened = open_model(model)
-    is_demo = is_demo_model(opened)
+    folders = FormatFolders(model, None if keep is None else tuple(keep), importance)
+    is_demo = is_demo_model(folders.base)
     if suite and not is_demo:
         raise ConfigError("suite", "another model", "the demo model, whose questions they are")
-    first = reference or (
-        opened.manifest.format if opened.manifest.format in LOSSLESS_FORMATS else LOSSLESS_FORMATS[0]
-    )
-    names = tuple(dict.fromkeys((first, *names)))
-    passages = _passages(opened, text, window, tokens, reply_tokens, is_demo=is_demo)
-    found = inspect_model(opened.path)
-    guesses = "on" if draft == "on" and opened.has_draft_layer else "off"
+    first = reference or folders.reference
+    passages = _passages(folders.base, text, window, tokens, reply_tokens, is_demo=is_demo)
+    found = folders.find(tuple(dict.fromkeys((first, *(names or folders.defaults)))))
 
-    def opener(name: str) -> Variant:
+    def opener(folder: FormatFolder, is_exact: bool) -> Variant:
+        guesses = "on" if draft == "on" and folder.model.has_draft_layer else "off"
+
         def open_llm() -> LLM:
             from duckllm import LLM
 
-            return LLM(opened.path, weight_format=name, device="cpu", draft=guesses, lanes="off", **options)
+            llm = LLM(
+                folder.model.path,
+                weight_format=folder.weight_format,
+                device="cpu",
+                draft=guesses,
+                lanes="off",
+                **options,
+            )
+            return with_exact_experts(llm, folder.model.manifest) if is_exact else llm
 
-        return Variant(name, open_llm)
+        name = f"{folder.name} exact" if is_exact else folder.name
+        return Variant(name, open_llm, folder.layers)
+
+    chosen = [
+        (folder, is_exact)
+        for folder in found
+        for is_exact in (False, True)
+        if not is_exact or (exact and folder.rounds_activations)
+    ]
 
     with CellProgress() as progress:
         measurement = Measurement(passages, reply_tokens, every if suite else 0, progress)
-        measured = measurement.run([opener(name) for name in names])
+        measured = measurement.run([opener(*each) for each in chosen])
     predicted = None
-    if asks is not None and nodes is not None:
+    if asks is not None:
         with Waiting("Predicting"):
-            predicted = {each.name: _predict(nodes, found, each) for each in measured}
+            predicted = {
+                each.name: _predict(asks, inspect_model(folder.model.path), each)
+                for each, (folder, is_exact) in zip(measured, chosen, strict=True)
+                if not is_exact
+            }
     outcome = {
         "benchmark": "quality",
         "commit": commit(),
@@ -178,16 +230,15 @@ def quality(
     append_line(json.dumps(outcome), save)
 
 
-def parse_formats(text: str) -> tuple[str, ...]:
-    """The formats of ``"fp8,fp9"``.
+def parse_formats(field: str, text: str) -> tuple[str, ...]:
+    """The formats of ``"fp8,fp9"``; none of an empty text.
 
     Raises:
-        ConfigError: There is no such format, or none is named.
+        ConfigError: There is no such format.
     """
     names = parse_words(text)
-    unknown = [name for name in names if name not in LOSSLESS_FORMATS]
-    if unknown or not names:
-        raise ConfigError("formats", text, "some of " + ", ".join(LOSSLESS_FORMATS) + ", with commas between")
+    if any(name not in WEIGHT_FORMATS for name in names):
+        raise ConfigError(field, text, "some of " + ", ".join(WEIGHT_FORMATS) + ", with commas between")
     return names
 
 
@@ -220,17 +271,11 @@ def _passages(
     return spread(found, tokens, reply_tokens)
 
 
-def _forecasting(nodes: Path, acceptance: float | None) -> Forecasting:
-    from duckllm.cli.plan_forecast import Forecasting
-
-    return Forecasting(nodes, acceptance, _LONG_CONTEXT, "1", "f32", False)
-
-
-def _predict(nodes: Path, found: Any, measured: FormatQuality) -> float | None:
+def _predict(forecasting: Forecasting, found: Any, measured: FormatQuality) -> float | None:
     """Tokens a second of the flock in a format; None where it does not fit."""
     from duckllm.plan import plan_on
 
-    asks = _forecasting(nodes, measured.acceptance)
+    asks = forecasting.at(measured.acceptance)
     device, host_bytes, host_gb_per_s = asks.host()
     made = plan_on(
         found,

@@ -6,6 +6,7 @@ is wrong with a folder is known before that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -59,7 +60,12 @@ class ModelFolder:
         return self.num_layers in self.manifest.expert_layers
 
 
-def open_model(model: str | Path | None, weight_format: str = "auto") -> ModelFolder:
+def open_model(
+    model: str | Path | None,
+    weight_format: str = "auto",
+    keep: Sequence[str] | None = None,
+    importance: Path | None = None,
+) -> ModelFolder:
     """The folder of a model, converted once where that is needed, and checked as far as is cheap.
 
     Reads duck.json and config.json, and the length of every other file; imports no torch.
@@ -67,6 +73,8 @@ def open_model(model: str | Path | None, weight_format: str = "auto") -> ModelFo
     Args:
         model: As for :func:`duckllm.weights.resolve.resolve_model`.
         weight_format: The same.
+        keep: The same.
+        importance: The same.
 
     Raises:
         ModelNotFoundError: No such folder, or no model in it.
@@ -74,7 +82,7 @@ def open_model(model: str | Path | None, weight_format: str = "auto") -> ModelFo
         ModelError: The folder's content cannot be used; names the file.
         DiskSpaceError: A checkpoint has no room in the model cache.
     """
-    folder = resolve_model(model, weight_format=weight_format)
+    folder = resolve_model(model, weight_format=weight_format, keep=keep, importance=importance)
     manifest = Manifest.load(folder)
     manifest.check_config()
     layout = layout_of(load_json(folder / "config.json"), {})

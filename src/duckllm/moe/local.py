@@ -29,6 +29,7 @@ class LocalExperts:
             the other one is measured to be faster (:mod:`duckllm.weights.choice`).
         isa: Kernel to use; ``"auto"`` takes the best.
         prefill: ``"f32"``, or ``"bf16"`` for experts of many rows (csrc/kernels/experts.h).
+        activations: ``"int8"``, or ``"f32"``, which rounds none for int8 and 4 bits, slowly.
 
     Raises:
         CheckpointError: An expert file is missing or truncated.
@@ -47,6 +48,7 @@ class LocalExperts:
         weight_format: str = "auto",
         isa: str = "auto",
         prefill: str = "f32",
+        activations: str = "int8",
     ) -> None:
         if isa == "auto":
             isa = select_isa()
@@ -82,6 +84,7 @@ class LocalExperts:
             0,
             isa,
             prefill=prefill,
+            activations=activations,
         )
 
     @property

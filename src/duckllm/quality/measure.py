@@ -41,10 +41,12 @@ class Variant:
     Args:
         name: As tables call it.
         open_llm: Loads it, its host's part on a CPU.
+        layers: Its layers' formats in words, where they are not all of that name.
     """
 
     name: str
     open_llm: Callable[[], LLM]
+    layers: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class FormatQuality:
         num_accepted_tokens: Guesses that were right.
         tokens_per_s: Of one reply at a time here, its first token aside; the median. None without replies.
         suite: Right answers of the demo model's suite by task; None where it was not asked.
+        layers: Its layers' formats in words, where they are not all of that name.
     """
 
     name: str
@@ -70,6 +73,7 @@ class FormatQuality:
     num_accepted_tokens: int
     tokens_per_s: float | None
     suite: Counter[str] | None
+    layers: str = ""
 
     @property
     def acceptance(self) -> float | None:
@@ -86,6 +90,7 @@ class FormatQuality:
         divergence = self.divergence
         return {
             "format": self.name,
+            "layer_formats": self.layers or self.name,
             "expert_bytes": self.expert_bytes,
             "isas": sorted(set(self.isas)),
             "num_tokens": divergence.num_tokens,
@@ -181,6 +186,7 @@ class Measurement:
             sum(each.metrics.num_accepted_tokens for each in outputs),
             median(known) if known else None,
             suite,
+            variant.layers,
         )
 
     def _reply(self, llm: LLM, passage: Passage) -> RequestOutput:

@@ -20,7 +20,7 @@ def table(
     predicted: Mapping[str, float | None] | None,
     num_questions: Counter[str],
 ) -> list[str]:
-    """One row a format, the reference first; columns that nothing is known for are left out.
+    """One row a format, the reference first, without columns that nothing is known for; layers below them.
 
     Args:
         measured: The formats.
@@ -35,7 +35,7 @@ def table(
         "KL mean": [_nats(each.divergence.kl_mean) for each in measured],
         "KL p99": [_nats(each.divergence.kl_p99) for each in measured],
         "top-1": [f"{each.divergence.agreement:.2%}" for each in measured],
-        "perplexity": [f"{each.divergence.perplexity:.4f}" for each in measured],
+        "perplexity": [_perplexity(each.divergence.perplexity) for each in measured],
     }
     if any(each.num_draft_tokens for each in measured):
         columns["guesses right"] = [_share(each.acceptance) for each in measured]
@@ -50,7 +50,8 @@ def table(
         ]
     widths = {name: max(len(name), *map(len, cells)) for name, cells in columns.items()}
     rows = [list(columns), *zip(*columns.values(), strict=True)]
-    return [_line(row, list(widths.values())) for row in rows]
+    mixed = [f"{each.name}: {each.layers}" for each in measured if each.layers]
+    return [*(_line(row, list(widths.values())) for row in rows), *mixed]
 
 
 def to_json(
@@ -63,7 +64,10 @@ def to_json(
         "reference": measured[0].name,
         "suite_questions": dict(num_questions) or None,
         "formats": [
-            {**each.to_json(), "predicted_tokens_per_s": None if predicted is None else predicted[each.name]}
+            {
+                **each.to_json(),
+                "predicted_tokens_per_s": None if predicted is None else predicted.get(each.name),
+            }
             for each in measured
         ],
     }
@@ -76,6 +80,10 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 def _nats(value: float) -> str:
     return "0" if value == 0 else f"{value:.2e}" if value < 1e-3 else f"{value:.4f}"
+
+
+def _perplexity(value: float) -> str:
+    return f"{value:.4f}" if value < 1e4 else f"{value:.3e}"
 
 
 def _share(value: float | None) -> str:

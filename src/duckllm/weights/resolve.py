@@ -7,10 +7,13 @@ version: a changed checkpoint gets a folder of its own.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from duckllm.demo import CHECKPOINT
 from duckllm.errors import ModelNotFoundError
@@ -18,7 +21,7 @@ from duckllm.weights.cache_folder import cache_folder
 from duckllm.weights.checkpoint import Checkpoint
 from duckllm.weights.console import ConsoleProgress
 from duckllm.weights.convert import Progress, convert
-from duckllm.weights.files import model_errors
+from duckllm.weights.files import hash_file, model_errors
 from duckllm.weights.hub import HubModel
 from duckllm.weights.layer_formats import QUANTISED_FORMATS
 from duckllm.weights.manifest import FORMAT_VERSION, MANIFEST_FILE, Manifest
@@ -88,7 +91,11 @@ def _hint(name: str) -> str:
 
 
 def resolve_model(
-    model: str | Path | None, progress: Progress | None = None, weight_format: str = "auto"
+    model: str | Path | None,
+    progress: Progress | None = None,
+    weight_format: str = "auto",
+    keep: Sequence[str] | None = None,
+    importance: Path | None = None,
 ) -> Path:
     """The folder of a converted model.
 
@@ -98,6 +105,8 @@ def resolve_model(
         progress: As for :func:`duckllm.weights.convert.convert`; the console by default.
         weight_format: A format that weights are rounded to (int8, int4) is what a checkpoint is converted
             into; any other converts as ``"auto"`` does, without rounding more than e4m3 has to.
+        keep: Layers of such a checkpoint in other formats, as :func:`duckllm.weights.convert.convert` has it.
+        importance: What ``duckllm calibrate`` recorded, for the rounding to 4 bits.
 
     Raises:
         ModelNotFoundError: No such folder, or no model in it, and none on the hub.
@@ -123,11 +132,24 @@ def resolve_model(
         fingerprint = Checkpoint.open(folder).fingerprint()[:12]
     # Another version of the format gets another folder: an older program may still use the old one.
     rounded = weight_format if weight_format in QUANTISED_FORMATS else "auto"
-    suffix = "" if rounded == "auto" else f"-{rounded}"
+    suffix = "" if rounded == "auto" else f"-{rounded}{_rules(keep, importance)}"
     destination = cache_folder() / f"{place.name}-v{FORMAT_VERSION}-{fingerprint}{suffix}"
+    options: dict[str, Any] = {"weight_format": rounded, "keep": keep, "importance": importance}
     if progress is not None:
-        convert(folder, destination, weight_format=rounded, progress=progress, origin=place.origin)
+        convert(folder, destination, progress=progress, origin=place.origin, **options)
     else:
         with ConsoleProgress(f"Converting {place.name} into {destination}") as shown:
-            convert(folder, destination, weight_format=rounded, progress=shown, origin=place.origin)
+            convert(folder, destination, progress=shown, origin=place.origin, **options)
     return destination
+
+
+def _rules(keep: Sequence[str] | None, importance: Path | None) -> str:
+    """What tells a folder from others of the same checkpoint and format; empty for the usual one."""
+    if keep is None and importance is None:
+        return ""
+    recorded = ""
+    if importance is not None:
+        with model_errors(importance):
+            recorded = hash_file(importance)
+    text = json.dumps([keep, recorded])
+    return f"-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
