@@ -115,7 +115,7 @@ def test_importance_moves_the_error_to_where_it_counts_less() -> None:
 
 def test_importance_is_relative_and_bounded() -> None:
     squares = np.array([0, 1, 2, 5], np.float32)
-    np.testing.assert_allclose(relative_importance(squares), [1e-4, 0.5, 1, 2.5])
+    np.testing.assert_allclose(relative_importance(squares), [1, 1.5, 2, 3.5])
     assert relative_importance(np.zeros(3, np.float32)).tolist() == [1, 1, 1]
     assert relative_importance(np.array([1e30, *[0] * 99_999], np.float32))[0] == np.float32(1e4)
 
