@@ -126,27 +126,30 @@ class LocalExperts:
     ) -> LocalStep:
         """A step, not yet computed. Shapes as :class:`duckllm.moe.executor.ExpertExecutor`."""
         rows = (x.numpy(), topk_ids.numpy(), topk_weights.numpy())
-        return LocalStep(self._experts, self._units[layer], self._formats[layer], *rows)
+        return LocalStep(self._experts, self._units[layer], *rows, form=self._formats[layer])
 
 
 class LocalStep:
-    """A step that is computed in :meth:`wait`."""
+    """A step that is computed in :meth:`wait`.
+
+    Args:
+        form: How the units are stored; None for as the experts were told.
+    """
 
     def __init__(
         self,
         experts: _native.Experts,
         units: npt.NDArray[np.uint8],
-        form: LayerFormat,
         x: npt.NDArray[np.float32],
         topk_ids: npt.NDArray[np.int32],
         topk_weights: npt.NDArray[np.float32],
+        form: LayerFormat | None = None,
     ) -> None:
-        self._experts, self._units, self._form = experts, units, form
+        self._experts, self._units = experts, units
+        self._form = {} if form is None else {"format": form.format, "scale_layout": form.scale_layout}
         self._rows = (x, topk_ids, topk_weights)
 
     def wait(self, shared: torch.Tensor | None = None) -> torch.Tensor:
         """The weighted sum over each token's experts, [T, H] f32, with ``shared`` added."""
-        form = self._form
-        out = self._experts.run(self._units, *self._rows, format=form.format, scale_layout=form.scale_layout)
-        routed = torch.from_numpy(out)
+        routed = torch.from_numpy(self._experts.run(self._units, *self._rows, **self._form))
         return routed if shared is None else shared.add_(routed)
