@@ -28,19 +28,19 @@ struct Layer {
   size_t hidden, intermediate, experts;
   ScaleLayout layout;
   std::vector<uint8_t> units;
+  WeightFormat format = WeightFormat::kFp9;
 
   size_t stripes() const { return ceil_div(intermediate, kStripeChannels); }
-  size_t expert_bytes() const { return stripes() * unit_bytes(WeightFormat::kFp9, hidden, layout); }
+  size_t expert_bytes() const { return stripes() * unit_bytes(format, hidden, layout); }
   LayerUnits view() const {
-    return {units.data(), expert_bytes(), unit_bytes(WeightFormat::kFp9, hidden, layout), WeightFormat::kFp9,
-            layout};
+    return {units.data(), expert_bytes(), unit_bytes(format, hidden, layout), format, layout};
   }
 };
 
 // Random finite weights of every exponent; scales of one magnitude.
 Layer random_layer(size_t hidden, size_t intermediate, size_t experts, float gate_up_scale, float down_scale,
                    ScaleLayout layout = ScaleLayout::kBlock) {
-  Layer layer{hidden, intermediate, experts, layout, {}};
+  Layer layer{hidden, intermediate, experts, layout, {}, WeightFormat::kFp9};
   layer.units.resize(experts * layer.expert_bytes());
   std::minstd_rand random(17);
   const size_t blocks = ceil_div(hidden, kScaleBlock) * ceil_div(intermediate, kScaleBlock);
@@ -126,6 +126,27 @@ void test_sizes_and_threads(ScaleLayout layout) {
         // The same operations in the same order, so no difference at all.
         if (isa == Isa::kAvx512 && isa_available(Isa::kAvx2))
           CHECK(same_bits(y, run(layer, step, Isa::kAvx2, 1)));
+      }
+    }
+  }
+}
+
+// Formats of integers, of bytes that are no scale but a small one: no buffer is left, the number of threads
+// shows nowhere, nor do the multipliers, nor does what another layer's format left in the scratch memory.
+void test_formats_of_integers() {
+  for (auto [hidden, intermediate] : {std::pair<size_t, size_t>{31, 15}, {200, 40}, {1057, 129}}) {
+    for (int format = static_cast<int>(WeightFormat::kInt8); format <= static_cast<int>(WeightFormat::kMxfp4);
+         ++format) {
+      Layer layer{hidden, intermediate, 3, ScaleLayout::kBlock, {}, static_cast<WeightFormat>(format)};
+      layer.units.resize(3 * layer.expert_bytes());
+      std::minstd_rand random(5);
+      for (uint8_t& byte : layer.units) byte = (random() >> 8) & 0x3f;
+      for (uint32_t num_tokens : {1, 9, 30}) {
+        const Step step = random_step(layer, num_tokens, 2, 1.0f);
+        const auto y = run(layer, step, Isa::kScalar, 1);
+        for (Isa isa : available_isas()) {
+          for (int num_threads : {1, 3}) CHECK(same_bits(run(layer, step, isa, num_threads), y));
+        }
       }
     }
   }
@@ -269,6 +290,7 @@ void test_e4m3_rounding() {
 int main() {
   duck::test_sizes_and_threads(duck::ScaleLayout::kBlock);
   duck::test_sizes_and_threads(duck::ScaleLayout::kChannel);
+  duck::test_formats_of_integers();
   duck::test_no_denormals();
   if (duck::has_bf16()) {
     for (auto layout : {duck::ScaleLayout::kBlock, duck::ScaleLayout::kChannel}) {
