@@ -48,10 +48,12 @@ struct LaneKernels {
     }
   };
 
-  // Into the second-level cache: a prefetch into the first takes one of its few miss registers for as long as
-  // the memory takes, which held a core of an EPYC (Zen 4) to 15 of the 24 GB/s that it can read.
   static DUCK_INLINE void prefetch(const uint8_t* from, uint32_t num_bytes) {
-    for (uint32_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+    if (kPrefetchesFurtherOut) {
+      for (uint32_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+    } else {
+      for (uint32_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(from + i);
+    }
   }
 
   // Where to prefetch from while record `record` of a stream is computed with, `stride` bytes a record.

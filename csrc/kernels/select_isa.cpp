@@ -26,6 +26,13 @@ bool read_is_amd() {
   return __get_cpuid(0, &eax, &ebx, &ecx, &edx) && ebx == signature_AMD_ebx;
 }
 
+unsigned cpu_family() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return 0;
+  const unsigned family = (eax >> 8) & 15;
+  return family == 15 ? family + ((eax >> 20) & 255) : family;
+}
+
 // Asked once: in a virtual machine CPUID takes ten microseconds.
 bool is_amd() {
   static const bool answer = read_is_amd();
@@ -98,6 +105,8 @@ bool denormals_are_fast() { return is_amd(); }
 WeightFormat kernel_format(WeightFormat stored) {
   return stored == WeightFormat::kFp8 && !denormals_are_fast() ? WeightFormat::kFp8Normal : stored;
 }
+
+const bool kPrefetchesFurtherOut = is_amd() && cpu_family() == 25;
 
 uint32_t prefetch_bytes() { return is_amd() ? 8192 : 4096; }
 
