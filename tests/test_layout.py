@@ -85,14 +85,24 @@ def run_without(module: str, code: str) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["torch", "transformers", "safetensors", "prompt_toolkit", "jinja2", "llguidance", "ray", "fastapi"],
+    [
+        "torch",
+        "transformers",
+        "safetensors",
+        "prompt_toolkit",
+        "jinja2",
+        "llguidance",
+        "ray",
+        "fastapi",
+        "zeroconf",
+    ],
 )
 def test_a_worker_needs_none_of_the_hosts_packages(module: str) -> None:
     run_without(
         module,
         "import duckllm, duckllm.worker.__main__, duckllm.worker.session, duckllm.cli.main\n"
         "import duckllm.cluster.local, duckllm.cluster.static, duckllm.moe.placement\n"
-        "import duckllm.cluster.ray_cluster, duckllm.cluster.ray_driver\n",
+        "import duckllm.cluster.ray_cluster, duckllm.cluster.ray_driver, duckllm.cluster.discovery_cluster\n",
     )
 
 

@@ -32,7 +32,7 @@ from duckllm.weights.formats import LayerFormat, is_lossless
 if TYPE_CHECKING:
     import torch
 
-    from duckllm.cluster.base import Cluster
+    from duckllm.cluster.base import Cluster, OtherNode
     from duckllm.cluster.connect import WorkerInfo
     from duckllm.engine.engine import Engine
     from duckllm.moe.device_experts import DeviceExperts
@@ -65,6 +65,10 @@ class ClusterInfo:
         own_memory_bytes: Of each worker's slice, how much lies in its own memory; the rest is mapped from
             files, and shared with the node's page cache.
         huge_page_bytes: Of that, how much in huge pages.
+        names: What each worker's node goes by; empty where it does not say.
+        memory_bytes: Memory of each worker's node.
+        read_gb_per_s: What each node reads from memory, GB/s; None where it does not say.
+        other_nodes: Nodes that are known and compute nothing: they wait, are gone or were refused.
         links: How each worker is spoken with, in words: shared memory, or TCP and what of it is set, and what
             could not be.
     """
@@ -81,6 +85,10 @@ class ClusterInfo:
     own_memory_bytes: tuple[int, ...] = ()
     huge_page_bytes: tuple[int, ...] = ()
     links: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    memory_bytes: tuple[int, ...] = ()
+    read_gb_per_s: tuple[float | None, ...] = ()
+    other_nodes: tuple[OtherNode, ...] = ()
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -164,7 +172,7 @@ def choose_device(asked: str, plan: Callable[[Device], HostMemory]) -> Device:
 
 
 def asked_slices(model: ModelFolder, config: ClusterConfig) -> tuple[Slice, ...]:
-    """Each worker's slice as far as ``config`` alone says; none where Ray decides how many workers there are.
+    """Each worker's slice as far as ``config`` alone says; none where it does not say how many there are.
 
     Raises:
         ConfigError: More workers than stripes, or shares that are none.
@@ -528,4 +536,8 @@ def _describe_workers(cluster: Cluster, flock: Flock) -> ClusterInfo:
         tuple(worker.own_memory_bytes for worker in workers),
         tuple(worker.huge_page_bytes for worker in workers),
         flock.links,
+        tuple(worker.name for worker in workers),
+        tuple(worker.memory_bytes for worker in workers),
+        tuple(worker.read_gb_per_s for worker in workers),
+        cluster.other_nodes,
     )

@@ -30,8 +30,10 @@ MAX_WORKERS = 1024
 MAX_THREADS = 1024
 MAX_STEP_TOKENS = 65536
 MAX_TIMEOUT_S = 1_000_000
+CLUSTERS = ("local", "static", "ray", "discover")
 SHARES = ("auto", "even")  # or numbers
 MAX_SHARE = 1_000_000
+_DISCOVER = re.compile(r"discover:[0-9.]{7,15}", re.ASCII)
 _GROUP = re.compile(r"([0-9.]+):(\d{1,5})(?:@([0-9.]+))?", re.ASCII)
 _OF_THE_NETWORK = ipaddress.IPv4Network("224.0.0.0/24")
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,3})?)\s*([KMGT](?:i?B)?)?B?", re.IGNORECASE)
@@ -42,10 +44,12 @@ class ClusterConfig:
     """How the workers come to be and how the host speaks with them.
 
     Args:
-        workers: Number of workers to start, when ``addresses`` is empty; 0 with Ray for one on each node.
+        workers: Number of workers to start, when ``addresses`` is empty; 0 with Ray for one on each node, and
+            with ``"discover"`` for every node that is found.
         addresses: Addresses of running workers, ``"name:port"``; empty means "start them".
         cluster: ``"local"`` starts the workers here, ``"static"`` takes those at ``addresses``, ``"ray"`` or
-            ``"ray:name:port"`` has Ray place them on nodes; None decides by ``addresses``.
+            ``"ray:name:port"`` has Ray place them on nodes, ``"discover"`` finds those that announce
+            themselves, ``"discover:10.0.0.1"`` on one network of this host; None decides by ``addresses``.
         threads_per_worker: Compute threads of each worker started here or by Ray; 0 divides the cores of a
             machine among its workers.
         spin_us: How long an idle thread spins before it sleeps, microseconds; -1 decides by the cores.
@@ -72,7 +76,10 @@ class ClusterConfig:
             each: ``"239.77.0.1:7400"``, with ``"@"`` and an address of this host where the workers are behind
             several of its interfaces.
         spares: Workers that wait to take a lost one's place: so many more are started here, or the last of
-            ``addresses``.
+            ``addresses``, or of the nodes that are found.
+        min_workers: With ``"discover"``, no plan is made before there are so many nodes.
+        discover_wait_s: With ``"discover"``, how long nodes are waited for, seconds; where enough have come,
+            only until no other has for a moment.
         connect_timeout_s: Limit for connecting and for each message before the first step, seconds.
         prepare_timeout_s: Limit for a worker to map and verify its weights, seconds; taking what it is sent
             is a sign of life.
@@ -99,6 +106,8 @@ class ClusterConfig:
     shared_memory: bool = True
     multicast: str = "off"
     spares: int = 0
+    min_workers: int = 1
+    discover_wait_s: float = 30.0
     connect_timeout_s: float = 10.0
     prepare_timeout_s: float = 600.0
     step_timeout_s: float = 30.0
@@ -109,7 +118,8 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         self._check_cluster()
         for field, least, most in (
-            ("workers", 0 if self.kind == "ray" else 1, MAX_WORKERS),
+            ("workers", 0 if self.kind in ("ray", "discover") else 1, MAX_WORKERS),
+            ("min_workers", 1, MAX_WORKERS),
             ("threads_per_worker", 0, MAX_THREADS),
             ("spin_us", -1, 1_000_000),
             ("max_step_tokens", 1, MAX_STEP_TOKENS),
@@ -135,7 +145,7 @@ class ClusterConfig:
         self._check_shares()
         for field in (
             *("connect_timeout_s", "prepare_timeout_s", "step_timeout_s"),
-            *("worker_silence_s", "worker_timeout_s"),
+            *("worker_silence_s", "worker_timeout_s", "discover_wait_s"),
         ):
             value = getattr(self, field)
             if type(value) not in (int, float) or not 0 < value <= MAX_TIMEOUT_S:
@@ -154,14 +164,23 @@ class ClusterConfig:
     def _check_cluster(self) -> None:
         cluster = self.cluster
         if cluster is not None and not (
-            isinstance(cluster, str) and (cluster in ("local", "static", "ray") or cluster.startswith("ray:"))
+            isinstance(cluster, str)
+            and (cluster in CLUSTERS or cluster.startswith("ray:") or _DISCOVER.fullmatch(cluster))
         ):
-            raise ConfigError("cluster", cluster, "local, static, ray or ray:name:port")
+            expected = f"{', '.join(CLUSTERS)}, ray:name:port or discover:10.0.0.1"
+            raise ConfigError("cluster", cluster, expected)
         if self.kind == "static" and not self.addresses:
             raise ConfigError("workers", self.workers, "addresses, name:port,name:port, with cluster static")
         if cluster is not None and self.kind != "static" and self.addresses:
             raise ConfigError("workers", list(self.addresses), f"a number, with cluster {cluster}")
-        if self.kind == "static":
+        if self.kind != "discover":
+            for field in ("min_workers", "discover_wait_s"):
+                value = getattr(self, field)
+                if value != getattr(ClusterConfig, field):
+                    raise ConfigError(field, value, "nothing without cluster discover")
+        elif 0 < self.workers < self.min_workers:
+            raise ConfigError("min_workers", self.min_workers, f"at most the {self.workers} workers")
+        if self.kind in ("static", "discover"):
             for field in ("threads_per_worker", "spin_us", "prefill"):
                 value = getattr(self, field)
                 if value != getattr(ClusterConfig, field):
@@ -173,14 +192,14 @@ class ClusterConfig:
 
     @property
     def kind(self) -> str:
-        """``"local"``, ``"static"`` or ``"ray"``."""
+        """``"local"``, ``"static"``, ``"ray"`` or ``"discover"``."""
         if self.cluster is None:
             return "static" if self.addresses else "local"
         return self.cluster.partition(":")[0]
 
     @property
     def num_workers(self) -> int:
-        """W, spares aside; 0 where Ray decides."""
+        """W, spares aside; 0 where Ray, or who is found, decides."""
         return len(self.addresses) - self.spares if self.addresses else self.workers
 
     def _check_shares(self) -> None:

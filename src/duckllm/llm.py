@@ -71,7 +71,7 @@ class LLM:
             model.
         workers: A number of workers to start, or the addresses of running ones (``"a:port,b:port"`` or a
             list); 0 computes the experts in this process. None starts 2 here, or with ``cluster="ray"`` one
-            on each node.
+            on each node, and with ``cluster="discover"`` takes every node that announces itself.
         max_model_len: Most tokens of prompt and reply together; None for the model's longest context, or what
             the KV cache holds if that is less.
         kv_cache_bytes: Memory of the KV cache, over all requests, as a number or a size such as ``"2GiB"``
@@ -106,7 +106,7 @@ class LLM:
             or memory, or VRAM, does not hold the weights and one context.
         CacheFormatError: ``kv_disk_dir`` holds pages of another model or format.
         ModelError: The model cannot be found or used.
-        MissingPackageError: Ray is asked for and not installed.
+        MissingPackageError: Ray, or zeroconf, is needed and not installed.
         ClusterError: The workers do not start or cannot be reached.
         TypeError: An unknown argument, by name.
 
@@ -608,8 +608,8 @@ def _cluster_config(workers: Any, options: dict[str, Any]) -> ClusterConfig:
             parse_address(address, "workers")
         return ClusterConfig(workers=len(addresses), addresses=addresses, **options)
     if workers is None:
-        is_ray = str(options.get("cluster")).startswith("ray")
-        return ClusterConfig(workers=0 if is_ray else ClusterConfig.workers, **options)
+        finds = str(options.get("cluster")).startswith(("ray", "discover"))
+        return ClusterConfig(workers=0 if finds else ClusterConfig.workers, **options)
     _check_int("workers", workers, 0, MAX_WORKERS)
     return ClusterConfig(workers=max(1, workers), **options)
 

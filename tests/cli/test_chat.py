@@ -125,6 +125,8 @@ def test_options_reach_the_model(duckllm: Any, tmp_path: Path) -> None:
         "worker_timeout_s": 120.5,
         "cluster": "static",
         "multicast": "239.77.0.1:7400",
+        "min_workers": 1,
+        "discover_wait_s": 30.0,
         "cluster_token": "secret",
         **CACHE,
         "device": "cuda:1",
@@ -213,6 +215,8 @@ def test_what_is_not_given_is_the_models_own(duckllm: Any, monkeypatch: pytest.M
         "shares": "auto",
         "cluster": None,
         "multicast": "off",
+        "min_workers": 1,
+        "discover_wait_s": 30.0,
         "cluster_token": None,
         **CACHE,
     }
@@ -258,7 +262,7 @@ def test_what_is_not_given_is_the_models_own(duckllm: Any, monkeypatch: pytest.M
         (
             ["--prompt", "x", "--token-file", "TOKEN"],
             None,
-            "token_file: got 'TOKEN', expected none, as only workers at addresses need one",
+            "token_file: got 'TOKEN', expected none, as only workers elsewhere need one",
         ),
     ],
 )

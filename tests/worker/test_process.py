@@ -139,7 +139,7 @@ def test_whatever_goes_wrong_is_one_sentence(
     [
         ({"token": "quack\udcff"}, "token: got text that UTF-8 cannot hold, expected valid text"),
         ({"token": b"quack"}, "token: got bytes, expected text, or None"),
-        ({"listen": None}, "listen: got None, expected an address, name:port"),
+        ({"listen": 7411}, "listen: got 7411, expected an address, name:port"),
         ({"model": "/m"}, "model: got '/m', expected a path, or None"),
         ({"threads": 2.0}, "threads: got 2.0, expected 0 (every core) to 1024"),
         ({"threads": 1025}, "threads: got 1025, expected 0 (every core) to 1024"),

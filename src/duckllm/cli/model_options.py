@@ -41,6 +41,19 @@ InspectedModel = Annotated[
 ]
 
 
+MinWorkers = Annotated[
+    int,
+    typer.Option(help="With --cluster discover: fewest nodes that there are to be before a plan is made."),
+]
+DiscoverWait = Annotated[
+    float,
+    typer.Option(
+        help="With --cluster discover: how long nodes are waited for; with enough of them, only until no "
+        "more come for 2 s."
+    ),
+]
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """What the command line says of a model's workers, device, memory and steps."""
@@ -49,16 +62,18 @@ class ModelOptions:
         str | None,
         typer.Option(
             help="Number of workers to start (0 computes the experts in this process), or addresses of "
-            "running ones, a:port,b:port; by default 2 here, or with Ray one on each node.",
+            "running ones, a:port,b:port; by default 2 here, with Ray one on each node, and every node that "
+            "is discovered.",
             show_default=False,
         ),
     ] = None
     cluster: Annotated[
         str | None,
         typer.Option(
-            help="Where workers come from: local (started here), static (the addresses of --workers) or ray "
-            "(placed and started again by Ray: this machine's, or ray:ADDRESS); by default local, or static "
-            "where there are addresses.",
+            help="Where workers come from: local (started here), static (the addresses of --workers), ray "
+            "(placed and started again by Ray: this machine's, or ray:ADDRESS) or discover (nodes that run "
+            "duckllm worker --announce; discover:ADDRESS on one network of this host); by default local, or "
+            "static where there are addresses.",
             show_default=False,
         ),
     ] = None
@@ -155,9 +170,11 @@ class ModelOptions:
         int,
         typer.Option(
             help="Workers that wait to take a lost one's place: so many more are started here, or the last "
-            "of the addresses."
+            "of the addresses or of the nodes that are discovered."
         ),
     ] = 0
+    min_workers: MinWorkers = 1
+    discover_wait_s: DiscoverWait = 30.0
     prepare_timeout_s: Annotated[
         float,
         typer.Option(
@@ -192,7 +209,7 @@ class ModelOptions:
     token_file: Annotated[
         Path | None,
         typer.Option(
-            help="File with the secret that the workers at addresses share (else $DUCKLLM_CLUSTER_TOKEN).",
+            help="File with the secret that workers elsewhere share (else $DUCKLLM_CLUSTER_TOKEN).",
             readable=False,
         ),
     ] = None
@@ -205,7 +222,7 @@ class ModelOptions:
 
         Raises:
             ConfigError: A value is of the wrong kind or out of range.
-            MissingPackageError: Ray is asked for and not installed.
+            MissingPackageError: Ray, or zeroconf, is needed and not installed.
         """
         check_device(self.device)
         sizes = {name: getattr(self, name) for name in ("kv_cache_bytes", "kv_memory_bytes", "kv_disk_bytes")}
@@ -232,15 +249,26 @@ class ModelOptions:
     def _cluster_arguments(self) -> dict[str, Any]:
         names = (
             *("wire_dtype", "weight_format", "prefill", "threads_per_worker", "share_folder", "spares"),
-            *("prepare_timeout_s", "worker_timeout_s", "cluster", "multicast"),
+            *(
+                "prepare_timeout_s",
+                "worker_timeout_s",
+                "cluster",
+                "multicast",
+                "min_workers",
+                "discover_wait_s",
+            ),
         )
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
         options |= {"shares": parse_shares(self.shares), "cluster_token": read_token(self.token_file)}
         workers = None if self.workers is None else parse_workers(self.workers)
-        config = ClusterConfig(addresses=workers if isinstance(workers, tuple) else (), **options)
+        finds = str(self.cluster).startswith("discover")
+        count = workers if finds and isinstance(workers, int) else 0 if finds else ClusterConfig.workers
+        config = ClusterConfig(
+            workers=count, addresses=workers if isinstance(workers, tuple) else (), **options
+        )
         check_cluster(config)
-        if self.token_file is not None and config.kind != "static":
-            expected = "none, as only workers at addresses need one"
+        if self.token_file is not None and config.kind not in ("static", "discover"):
+            expected = "none, as only workers elsewhere need one"
             raise ConfigError("token_file", str(self.token_file), expected)
         return {"workers": workers, **options}
 

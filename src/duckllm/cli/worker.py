@@ -7,13 +7,33 @@ from typing import Annotated
 
 import typer
 
-from duckllm.worker.config import DEFAULT_LISTEN
+from duckllm.worker.config import ANNOUNCED_LISTEN, DEFAULT_LISTEN
 
 
 def worker(
     listen: Annotated[
-        str, typer.Option(help="Address to listen on, name:port; port 0 takes a free one.")
-    ] = DEFAULT_LISTEN,
+        str | None,
+        typer.Option(
+            help=f"Address to listen on, name:port; port 0 takes a free one. By default {DEFAULT_LISTEN}, or "
+            f"with --announce {ANNOUNCED_LISTEN}.",
+            show_default=False,
+        ),
+    ] = None,
+    announce: Annotated[
+        bool,
+        typer.Option(
+            "--announce",
+            help="Tell hosts of this worker by multicast DNS, so that --cluster discover finds it; needs a "
+            "cluster token.",
+        ),
+    ] = False,
+    node_name: Annotated[
+        str | None,
+        typer.Option(
+            help="Name that this node goes by; by default the system's, up to its first dot.",
+            show_default=False,
+        ),
+    ] = None,
     model: Annotated[
         Path | None,
         typer.Option(help="This worker's own converted model folder; else it opens the host's by path."),
@@ -110,6 +130,8 @@ def worker(
 
     config = WorkerConfig(
         listen=listen,
+        announce=announce,
+        node_name=node_name,
         model=model,
         threads=threads,
         spin_us=spin_us,

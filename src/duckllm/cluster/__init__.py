@@ -1,4 +1,4 @@
-"""How workers come to be: spawned here, a list of addresses, or placed by Ray."""
+"""How workers come to be: spawned here, a list of addresses, placed by Ray, or found on the network."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ def check_cluster(config: ClusterConfig) -> None:
     """Refuses early, before anything is loaded, what :func:`open_cluster` would.
 
     Raises:
-        ConfigError: The address of Ray is malformed.
-        MissingPackageError: Ray is asked for and not installed.
+        ConfigError: The address of Ray is malformed; or nodes are to be found without a cluster token, or
+            through an interface that is not here.
+        MissingPackageError: Ray, or zeroconf, is needed and not installed.
     """
+    if config.kind == "discover":
+        from duckllm.cluster.discovery_cluster import find_search
+
+        find_search(config)
     if config.kind == "ray":
         from duckllm.cluster.ray_cluster import find_ray
 
@@ -23,13 +28,17 @@ def check_cluster(config: ClusterConfig) -> None:
 
 
 def open_cluster(config: ClusterConfig) -> Cluster:
-    """The cluster that ``config`` describes: workers at its addresses, placed by Ray, or started here.
+    """The cluster that ``config`` describes: workers at its addresses, found, placed by Ray, or started here.
 
     Raises:
         ConfigError: An address is malformed; or Ray has no room for so many workers.
-        MissingPackageError: Ray is asked for and not installed.
-        WorkerUnavailableError: A worker did not start, or there is no such Ray.
+        MissingPackageError: Ray, or zeroconf, is needed and not installed.
+        WorkerUnavailableError: A worker did not start, there is no such Ray, or too few nodes were found.
     """
+    if config.kind == "discover":
+        from duckllm.cluster.discovery_cluster import DiscoveredCluster
+
+        return DiscoveredCluster(config)
     if config.kind == "ray":
         from duckllm.cluster.ray_cluster import RayCluster
 

@@ -10,7 +10,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -22,10 +22,40 @@ from duckllm.cluster.multicast import HostMulticast
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.cluster.shared_memory import SharedChannel
 from duckllm.config import ClusterConfig
-from duckllm.errors import ConfigError, ModelNotFoundError, WorkerUnavailableError
+from duckllm.errors import (
+    ClusterError,
+    ConfigError,
+    DiskSpaceError,
+    DuckError,
+    ModelError,
+    ModelNotFoundError,
+    WorkerUnavailableError,
+)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.25  # between two attempts to bring a worker back
 _log = logging.getLogger("duckllm")
+
+
+@dataclass(frozen=True)
+class OtherNode:
+    """A node that computes nothing.
+
+    Args:
+        name: What it goes by; empty where nobody asked.
+        address: Where it is; empty of one that is not believed.
+        state: ``"waiting"`` to take a lost one's place, ``"new"`` and about to be asked, ``"gone"`` or
+            ``"refused"``.
+        memory_bytes: Its memory; 0 where that is unknown.
+        read_gb_per_s: What it reads from memory; None where that is unknown.
+        problem: Why it is gone or refused.
+    """
+
+    name: str
+    address: str
+    state: str
+    memory_bytes: int = 0
+    read_gb_per_s: float | None = None
+    problem: str = ""
 
 
 class Cluster(ABC):
@@ -67,6 +97,14 @@ class Cluster(ABC):
     def workers(self) -> tuple[WorkerInfo, ...]:
         """What the workers said of themselves, in worker order; empty before they are ready."""
         return self._workers
+
+    @property
+    def other_nodes(self) -> tuple[OtherNode, ...]:
+        """Nodes that are known and compute nothing, as far as this kind of cluster says.
+
+        Threading: any thread.
+        """
+        return ()
 
     def connect(self, plans: Sequence[WorkerPlan]) -> list[Connection]:
         """:meth:`begin` and :meth:`wait_ready` in one."""
@@ -222,6 +260,26 @@ class Cluster(ABC):
             connection.close()
             raise
         return connection
+
+    def _prepare_first(
+        self, worker: int, places: Sequence[Address], deadline: float, attempt_s: float
+    ) -> Connection:
+        """A connection to the first of these addresses that takes a worker's slice.
+
+        Raises:
+            WorkerUnavailableError: None does; the message has every reason where there are several.
+            ClusterError: The only one does not.
+            ModelError: The only one cannot.
+        """
+        problems: list[DuckError] = []
+        for address in places:
+            try:
+                return self._prepare(worker, address, deadline, attempt_s)
+            except (ClusterError, DiskSpaceError, ModelError) as error:
+                problems.append(error)
+        if len(problems) == 1:
+            raise problems[0]
+        raise WorkerUnavailableError("; ".join(map(str, problems))) from problems[0]
 
     def close(self) -> None:
         """Lets go of the workers; connections that :meth:`wait_ready` gave are the transport's to close."""

@@ -49,6 +49,7 @@ class WorkerInfo:
         read_gb_per_s: What its node reads from memory, GB/s; None where it does not say.
         clock_offset_s: How far its clock is ahead of this host's; None where it does not say.
         clock_error_s: By how much that may be wrong, half of the round trip.
+        name: What its node goes by; empty where it does not say.
         first_stripe: First stripe of its slice.
         num_stripes: Stripes of its slice; 0 before it is prepared.
         weight_format: Format that it computes in; empty before it is prepared.
@@ -67,6 +68,7 @@ class WorkerInfo:
     read_gb_per_s: float | None = None
     clock_offset_s: float | None = None
     clock_error_s: float = 0.0
+    name: str = ""
     first_stripe: int = 0
     num_stripes: int = 0
     weight_format: str = ""
@@ -245,6 +247,7 @@ class Connection:
             read_gb_per_s=_number(answer, "read_gb_per_s", peer, MAX_GB_PER_S) or None,
             clock_offset_s=None if worker_s is None else worker_s - (sent_s + error_s),
             clock_error_s=error_s,
+            name="" if answer.get("node_name") is None else _text(answer, "node_name", peer),
         )
 
     def _guarded(self, action: Callable[[float], T], timeout_s: float) -> T:

@@ -5,19 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from duckllm.cluster.address import Address, parse_address
+from duckllm.cluster.address import parse_address
 from duckllm.cluster.base import Cluster
 from duckllm.cluster.connect import Connection
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.config import ClusterConfig
-from duckllm.errors import (
-    ClusterError,
-    ConfigError,
-    DiskSpaceError,
-    DuckError,
-    ModelError,
-    WorkerUnavailableError,
-)
+from duckllm.errors import ClusterError, ConfigError
 
 _log = logging.getLogger("duckllm")
 
@@ -58,17 +51,8 @@ class StaticCluster(Cluster):
 
     def _bring_back(self, worker: int, deadline: float, attempt_s: float, *, is_silent: bool) -> Connection:
         own = self.addresses[worker]
-        problems: dict[Address, DuckError] = {}
-        for address in (*self.spares, own) if is_silent else (own, *self.spares):
-            try:
-                connection = self._prepare(worker, address, deadline, attempt_s)
-            except (ClusterError, DiskSpaceError, ModelError) as error:
-                problems[address] = error
-                continue
-            if address != own:
-                self.spares = (*(spare for spare in self.spares if spare != address), own)
-            return connection
-        if self.spares:
-            reasons = "; ".join(str(problem) for problem in problems.values())
-            raise WorkerUnavailableError(reasons) from problems[own]
-        raise problems[own]
+        places = (*self.spares, own) if is_silent else (own, *self.spares)
+        connection = self._prepare_first(worker, places, deadline, attempt_s)
+        if connection.address != own:
+            self.spares = (*(spare for spare in self.spares if spare != connection.address), own)
+        return connection

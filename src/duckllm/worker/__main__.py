@@ -33,7 +33,7 @@ class _Parser(argparse.ArgumentParser):
 def make_parser() -> argparse.ArgumentParser:
     """The command line; nearly every flag is a field of :class:`WorkerConfig`."""
     parser = _Parser("python -m duckllm.worker", description="Serve a slice of a model's experts.")
-    parser.add_argument("--listen", default=_DEFAULTS.listen, help="address to listen on, name:port")
+    parser.add_argument("--listen", help="address to listen on, name:port")
     parser.add_argument("--model", type=Path, help="this worker's own converted model folder")
     parser.add_argument(
         "--threads", type=int, default=_DEFAULTS.threads, help="compute threads, 0 for all cores"
@@ -52,6 +52,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-cache", dest="cache", action="store_false", help="keep no shards on the disk")
     parser.add_argument("--speed", type=float, help="GB/s that this node reads; 0 says nothing of it")
     parser.add_argument("--copy", action="store_true", help="copy the slice into memory, in huge pages")
+    parser.add_argument("--announce", action="store_true", help="tell hosts of this worker by multicast DNS")
+    parser.add_argument("--node-name", help="name that this node goes by, else the system's")
     parser.add_argument("--token-file", type=Path, help="file that holds the cluster token")
     for name in ("handshake", "frame", "send"):
         parser.add_argument(

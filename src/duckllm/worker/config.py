@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from duckllm.cluster.discovery_announcement import node_name
+from duckllm.cluster.token import TOKEN_VARIABLE
 from duckllm.config import FORMAT_CHOICES, MAX_THREADS, MAX_TIMEOUT_S, PREFILLS, available_cores, is_utf8
 from duckllm.errors import ConfigError, InWords
 
 DEFAULT_LISTEN = "127.0.0.1:7411"
+ANNOUNCED_LISTEN = "0.0.0.0:7411"  # of a worker that is to be found
 _SPIN_US_WITH_SPARE_CORES = 200
 MAX_SPEED = 1_000_000  # GB/s; no node reads a petabyte a second
 
@@ -18,7 +21,8 @@ class WorkerConfig:
     """How a worker listens, computes and waits.
 
     Args:
-        listen: Address to listen on; port 0 takes a free one.
+        listen: Address to listen on; port 0 takes a free one. None: on loopback, or on every network where it
+            is announced.
         model: Its own converted model, looked into before the host's folder; None for none.
         threads: Compute threads; 0 takes every core.
         spin_us: How long idle threads spin before they sleep, microseconds; -1 decides by the cores.
@@ -35,6 +39,9 @@ class WorkerConfig:
         speed: Bytes that this node reads from memory, GB/s; None measures it when a worker first starts on a
             machine, 0 says nothing of it to hosts.
         copy: Whether to copy the slice into memory of its own, in huge pages, instead of mapping the files.
+        announce: Whether hosts are told of this worker by multicast DNS (``cluster="discover"``); needs a
+            token.
+        node_name: The name that this node goes by; None for the system's, up to its first dot.
         token: The cluster token, text that UTF-8 can hold; needed beyond loopback.
         shared_memory: Inherited descriptors of memory that a host shares with this worker: the memory, the
             host's bell, this worker's; empty for none.
@@ -47,7 +54,7 @@ class WorkerConfig:
         ConfigError: A field is of the wrong kind or out of range.
     """
 
-    listen: str = DEFAULT_LISTEN
+    listen: str | None = None
     model: Path | None = None
     threads: int = 0
     spin_us: int = -1
@@ -59,6 +66,8 @@ class WorkerConfig:
     cache_bytes: int | None = None
     speed: float | None = None
     copy: bool = False
+    announce: bool = False
+    node_name: str | None = None
     token: str | None = None
     shared_memory: tuple[int, ...] = ()
     exit_with_stdin: bool = False
@@ -67,7 +76,7 @@ class WorkerConfig:
     send_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.listen, str):
+        if not isinstance(self.listen, str | None):
             raise ConfigError("listen", self.listen, "an address, name:port")
         if not isinstance(self.model, Path | None):
             raise ConfigError("model", self.model, "a path, or None")
@@ -93,7 +102,7 @@ class WorkerConfig:
             raise ConfigError("format", self.weight_format, "one of " + ", ".join(FORMAT_CHOICES))
         if not isinstance(self.prefill, str) or self.prefill not in PREFILLS:
             raise ConfigError("prefill", self.prefill, "one of " + ", ".join(PREFILLS))
-        for field in ("cache", "copy"):
+        for field in ("cache", "copy", "announce"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(field, getattr(self, field), "True or False")
         self._check_cache()
@@ -101,6 +110,10 @@ class WorkerConfig:
             raise ConfigError("token", InWords(type(self.token).__name__), "text, or None")
         if self.token is not None and not is_utf8(self.token):
             raise ConfigError("token", InWords("text that UTF-8 cannot hold"), "valid text")
+        node_name(self.node_name)
+        if self.announce and self.token is None:
+            expected = "a token, by which an announced worker and its hosts know each other"
+            raise ConfigError("cluster_token", None, expected, f"--token-file FILE or ${TOKEN_VARIABLE}")
 
     def _check_cache(self) -> None:
         if not isinstance(self.cache_dir, Path | None):
@@ -110,6 +123,11 @@ class WorkerConfig:
         for field in ("cache_dir", "cache_bytes"):
             if not self.cache and getattr(self, field) is not None:
                 raise ConfigError(field, getattr(self, field), "nothing without a cache", "--no-cache")
+
+    @property
+    def resolved_listen(self) -> str:
+        """Where it listens, None resolved."""
+        return self.listen or (ANNOUNCED_LISTEN if self.announce else DEFAULT_LISTEN)
 
     @property
     def resolved_threads(self) -> int:

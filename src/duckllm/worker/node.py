@@ -13,6 +13,7 @@ from typing import Any
 
 import duckllm
 from duckllm import _native
+from duckllm.cluster.discovery_announcement import node_name
 from duckllm.config import total_memory_bytes
 from duckllm.weights.recode import available_memory_bytes
 from duckllm.worker.config import WorkerConfig
@@ -29,6 +30,7 @@ def hello_facts(config: WorkerConfig, instructions: str, read_gb_per_s: float | 
     return {
         "protocol_version": _native.PROTOCOL_VERSION,
         "build": duckllm.__version__,
+        "node_name": node_name(config.node_name),
         "isa": instructions,
         "threads": config.resolved_threads,
         "pid": os.getpid(),

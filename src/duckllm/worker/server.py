@@ -22,8 +22,9 @@ from typing import TextIO
 from duckllm import _native
 from duckllm._native import ErrorCode
 from duckllm.cluster.address import Address, is_loopback, parse_address
+from duckllm.cluster.discovery_mdns import NodeAnnouncement, check_zeroconf
 from duckllm.cluster.token import TOKEN_VARIABLE
-from duckllm.config import threads_in_words
+from duckllm.config import threads_in_words, total_memory_bytes
 from duckllm.errors import ConfigError
 from duckllm.worker.config import WorkerConfig
 from duckllm.worker.read_speed import read_speed
@@ -70,6 +71,26 @@ class WorkerServer:
         """
         if self._config.speed is None:
             self._sessions.read_gb_per_s = read_speed(self._config.resolved_threads)
+
+    def announce(self) -> NodeAnnouncement | None:
+        """Tells hosts of this worker until what this gives is closed; None where that was not asked for.
+
+        Raises:
+            ConfigError: It listens where no host would find it.
+        """
+        config = self._config
+        if not config.announce:
+            return None
+        assert config.token is not None
+        return NodeAnnouncement(
+            self.address,
+            config.token,
+            config.node_name,
+            self.instructions,
+            total_memory_bytes(),
+            self._sessions.read_gb_per_s,
+            self._log,
+        )
 
     def serve(self) -> bool:
         """Accepts connections until stopped; True when every connection's thread has ended by then."""
@@ -157,12 +178,16 @@ def run_worker(config: WorkerConfig, *, json_output: bool = False) -> None:
         json_output: Say where it listens as one JSON line, for programs, instead of a sentence.
 
     Raises:
-        ConfigError: As :class:`WorkerServer`.
+        ConfigError: As :class:`WorkerServer`; or it is to be announced and listens on IPv6.
+        MissingPackageError: It is to be announced, and zeroconf is not installed.
         ModelError: As :class:`WorkerServer`.
     """
+    if config.announce:
+        check_zeroconf("announce")
     _give_large_memory_back()
     server = WorkerServer(config, _log)
     server.measure()
+    announcement = server.announce()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     isa = server.instructions
@@ -176,7 +201,10 @@ def run_worker(config: WorkerConfig, *, json_output: bool = False) -> None:
             f"{'with' if config.token else 'without'} a cluster token); Ctrl-C stops it"
         )
     write_line(sys.stdout, line)
-    if not server.serve():
+    has_ended = server.serve()
+    if announcement is not None:
+        announcement.close()
+    if not has_ended:
         # A thread is still inside a step: leave without the interpreter's tear-down under its feet.
         os._exit(0)
 
@@ -212,20 +240,22 @@ def _stdin_ended() -> bool:
 
 
 def _listen(config: WorkerConfig) -> socket.socket:
-    address = parse_address(config.listen, "listen", allow_port_0=True)
+    address = parse_address(config.resolved_listen, "listen", allow_port_0=True)
     try:
         found = socket.getaddrinfo(
             address.name, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError("listen", config.listen, f"an address of this machine ({reason})") from error
+        raise ConfigError(
+            "listen", config.resolved_listen, f"an address of this machine ({reason})"
+        ) from error
     family, kind, protocol, _, end = found[0]
     if config.token is None and not is_loopback(str(end[0])):
         raise ConfigError(
             "cluster_token",
             None,
-            f"a token, as {config.listen} is beyond loopback",
+            f"a token, as {config.resolved_listen} is beyond loopback",
             f"--token-file FILE or ${TOKEN_VARIABLE}",
         )
     listener: socket.socket | None = None
@@ -239,6 +269,6 @@ def _listen(config: WorkerConfig) -> socket.socket:
         if listener is not None:
             listener.close()
         raise ConfigError(
-            "listen", config.listen, f"an address that can be bound ({error.strerror})"
+            "listen", config.resolved_listen, f"an address that can be bound ({error.strerror})"
         ) from error
     return listener

@@ -1,0 +1,125 @@
+"""Workers that announce themselves: found at the start, and later taken in where one is lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from duckllm.cluster.base import Cluster, OtherNode
+from duckllm.cluster.connect import Connection
+from duckllm.cluster.discovery import GONE, REFUSED, Discovery, FoundNode
+from duckllm.cluster.discovery_mdns import check_interface, check_zeroconf
+from duckllm.config import ClusterConfig
+from duckllm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Search:
+    """What nodes are looked for, as ``config`` says it, known to be possible.
+
+    Args:
+        token: The cluster token.
+        interface: Address of this host whose interface alone is searched; None for every one.
+    """
+
+    token: str
+    interface: str | None
+
+
+def find_search(config: ClusterConfig) -> Search:
+    """What nodes are looked for.
+
+    Raises:
+        ConfigError: There is no cluster token, or the interface is none of this host's.
+        MissingPackageError: zeroconf is not installed.
+    """
+    check_zeroconf("cluster")
+    if config.cluster_token is None:
+        expected = "a token, by which this host and its nodes know each other"
+        raise ConfigError("cluster_token", None, expected, "--token-file FILE or $DUCKLLM_CLUSTER_TOKEN")
+    interface = config.cluster.partition(":")[2] if config.cluster else ""
+    return Search(config.cluster_token, check_interface(interface) if interface else None)
+
+
+class DiscoveredCluster(Cluster):
+    """The nodes that are found by ``config.discover_wait_s``; they are left running.
+
+    ``config.workers`` of them compute, or for 0 all but the last ``config.spares``, in the order of their
+    names. All others wait, those that come later too: what each computes stays as it was planned. A lost one
+    is looked for where it was, then wherever a node of its name has announced itself, then the place is taken
+    by one that waits; where it gave no sign of life, these come first.
+
+    Args:
+        config: Must have a cluster token.
+        discovery: Finds nodes; None for multicast DNS. It is closed with the cluster.
+
+    Raises:
+        ConfigError: As of :func:`find_search`.
+        MissingPackageError: zeroconf is not installed.
+        WorkerUnavailableError: Fewer nodes than were asked for have come in time.
+    """
+
+    def __init__(self, config: ClusterConfig, discovery: Discovery | None = None) -> None:
+        if discovery is None:
+            search = find_search(config)
+            discovery = Discovery(search.token, search.interface)
+        self._discovery = discovery
+        try:
+            found = discovery.wait(nodes_needed(config), config.discover_wait_s)
+        except BaseException:
+            discovery.close()
+            raise
+        chosen = found[: config.workers or len(found) - config.spares]
+        super().__init__(
+            config, [node.address for node in chosen if node.address is not None], config.cluster_token
+        )
+        discovery.in_use = lambda: self.addresses
+
+    @property
+    def other_nodes(self) -> tuple[OtherNode, ...]:
+        """Nodes that wait, are gone or were refused."""
+        used = set(self.addresses)
+        known = [node for node in self._discovery.nodes() if node.address not in used]
+        refused = [node for node in self._discovery.refused() if node.address is None]
+        return tuple(
+            OtherNode(
+                node.name,
+                "" if node.address is None else str(node.address),
+                node.state,
+                node.memory_bytes,
+                node.read_gb_per_s,
+                node.problem if node.state in (GONE, REFUSED) else "",
+            )
+            for node in [*known, *refused]
+        )
+
+    def _bring_back(self, worker: int, deadline: float, attempt_s: float, *, is_silent: bool) -> Connection:
+        own, name = self.addresses[worker], self._workers[worker].name
+        waiting = sorted(self._discovery.waiting(), key=lambda node: node.name != name)
+        others = [node.address for node in waiting if node.address is not None]
+        places = (*others, own) if is_silent else (own, *others)
+        connection = self._prepare_first(worker, places, deadline, attempt_s)
+        if connection.address != own:
+            self._discovery.lost(own)
+        return connection
+
+    def close(self) -> None:
+        """Looks for no more nodes, and lets go of the workers."""
+        self._discovery.close()
+        super().close()
+
+
+def nodes_needed(config: ClusterConfig) -> int:
+    """How many nodes there are to be before any is given a slice."""
+    return max(config.workers, config.min_workers) + config.spares
+
+
+def look_around(config: ClusterConfig) -> tuple[list[FoundNode], list[FoundNode]]:
+    """The nodes that can be taken in now, and those that are not and why; all are left as they were.
+
+    Raises: as of :class:`DiscoveredCluster`.
+    """
+    search = find_search(config)
+    with Discovery(search.token, search.interface) as discovery:
+        found = discovery.wait(nodes_needed(config), config.discover_wait_s)
+        gone = [node for node in discovery.nodes() if node.state == GONE]
+        return found, gone + discovery.refused()
