@@ -1,12 +1,13 @@
-"""A whole model in llama.cpp's Q8_0 beside ours in fp8: decode and prefill, one process and two workers.
+"""A whole model in llama.cpp's Q8_0 beside ours: decode and prefill, one process and two workers.
 
     python benchmarks/peers/whole_model.py [--folder FOLDER] [--threads 2] [--rounds 7] [--prefill bf16]
+    python benchmarks/peers/whole_model.py --folder FOLDER --format int4
 
 The model has Qwen3-30B-A3B's layers, fewer of them, and random weights: FP8 with scales of 128 x 128
 weights, as published checkpoints have them. Both engines get the same weights: ours the converted
 checkpoint, llama.cpp these weights dequantised and quantised to Q8_0. At first use llama.cpp of llama-cpp-
 python is built with RPC in the environment that experts.py has for peers; that needs the package index, a
-C++ compiler and some minutes. The files take 12 GB while they are made and 8 GB then, in ``--folder``, where
+C++ compiler and some minutes. The files take 21 GB while they are made and 17 GB then, in ``--folder``, where
 they stay for the next run, or in a temporary folder. Then the program
 
 1. compares both with a plain float32 forward pass in torch: our greedy reply has to be the likeliest tokens,
@@ -44,23 +45,29 @@ import torch
 from peer_install import LLAMA_CPP, LlamaCppLibraries, PeerEnvironment, PeerUnavailable, cache_folder
 from peer_process import PeerProcess
 from whole_checkpoint import FloatModel, shape_of, write_checkpoint
+from whole_ours import (
+    CONTEXT,
+    GIVEN,
+    OUR_FORMATS,
+    PREFILL,
+    PROMPT,
+    REPLY,
+    ROUNDED_TOLERANCE,
+    VOCAB_SIZE,
+    Ours,
+)
 from whole_report import Allowed, Bytes, Setting, line_of, table
 
-from duckllm import LLM, SamplingParams, _native
+from duckllm import _native
 from duckllm.bench.ceilings import NUM_WINDOWS, MemoryCeilings, default_size_bytes
 from duckllm.bench.machine import available_memory_bytes, commit, cpu_name, read_caches
-from duckllm.config import FORMAT_CHOICES, available_cores
+from duckllm.config import available_cores
 from duckllm.weights.convert import convert
 from duckllm.worker.other_load import LoadMeter
 
 HERE = Path(__file__).parent
 PUBLISHED = HERE.parents[1] / "examples" / "configs" / "Qwen3-30B-A3B" / "config.json"
-VOCAB_SIZE = 32_000
-CONTEXT, PROMPT, REPLY, PREFILL = 1024, 32, 64, 512
-# The tokens that are verified: so many given, so many our reply's.
-GIVEN, VERIFIED = 8, 8
-# Ours computes in float32 what the weights are; llama.cpp rounds weights and activations to blocks of int8.
-OUR_TOLERANCE, THEIR_TOLERANCE = 1e-4, 0.1
+THEIR_TOLERANCE = 0.1  # of logits in the L2 norm: llama.cpp rounds weights and activations
 LOAD_TIMEOUT_S = 600
 READY = "complete"
 
@@ -76,7 +83,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="for medians")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument(
-        "--format", default="fp8", choices=FORMAT_CHOICES, help="ours; fp9 is a copy in memory"
+        "--format", default="fp8", choices=OUR_FORMATS, help="of our experts; fp9 is a copy in memory"
     )
     parser.add_argument("--prefill", default="f32", choices=["f32", "bf16"], help="ours: duckllm's --prefill")
     parser.add_argument("--json", action="store_true", help="only the line of JSON")
@@ -97,10 +104,14 @@ class ModelFiles:
     """
 
     def __init__(self, folder: Path, num_layers: int, progress: Callable[[str], None]) -> None:
-        self._folder, self._progress = folder / f"whole-model-{num_layers}", progress
-        self.ours, self.gguf = self._folder / "duckllm-fp8", self._folder / "q8_0.gguf"
+        self._folder, self._progress = folder / f"whole-model-{num_layers}-layers", progress
+        self.gguf = self._folder / "q8_0.gguf"
         self.reference = self._folder / "reference.npz"
         self.config = shape_of(json.loads(PUBLISHED.read_text()), num_layers, VOCAB_SIZE)
+
+    def ours(self, weight_format: str) -> Path:
+        """The folder of our model whose experts are in a format, or in one that is recoded to it."""
+        return self._folder / f"duckllm-{'fp8' if weight_format == 'fp9' else weight_format}"
 
     def make(self, python: Path) -> None:
         """Writes the checkpoint, converts it for both, computes the reference and deletes the checkpoint."""
@@ -110,88 +121,20 @@ class ModelFiles:
         checkpoint = self._folder / "checkpoint"
         self._folder.mkdir(parents=True)
         write_checkpoint(checkpoint, self.config, self._progress)
-        self._progress("converting for duck-llm")
-        convert(checkpoint, self.ours, weight_format="fp8")
+        for weight_format in ("fp8", *ROUNDED_TOLERANCE):
+            self._progress(f"converting for duck-llm: {weight_format}")
+            convert(checkpoint, self.ours(weight_format), weight_format=weight_format)
         self._progress("converting for llama.cpp")
         subprocess.run([python, HERE / "gguf_writer.py", checkpoint, self.gguf], check=True)
         self._progress("computing logits in float32")
         given = np.random.default_rng(5).integers(0, VOCAB_SIZE, GIVEN)
-        with Ours(self.ours, {"workers": 0}) as ours:
+        with Ours(self.ours("fp8"), {"workers": 0}) as ours:
             reply = ours.greedy(given.tolist(), 1)[0]
         tokens = np.concatenate([given, reply])
         logits = FloatModel(checkpoint).logits(torch.from_numpy(tokens)).numpy()
         np.savez(self.reference, tokens=tokens, logits=logits)
         shutil.rmtree(checkpoint)
         (self._folder / READY).touch()
-
-
-class Ours:
-    """Our engine with the model.
-
-    Args:
-        folder: The converted model.
-        options: Further ones of :class:`duckllm.LLM`.
-    """
-
-    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
-        self._llm = LLM(
-            folder,
-            device="cpu",
-            max_model_len=CONTEXT,
-            max_num_seqs=1,
-            kv_cache_bytes="256MiB",
-            max_step_tokens=PREFILL,
-            **options,
-        )
-        self._rng = np.random.default_rng(13)
-
-    def __enter__(self) -> Ours:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._llm.close()
-
-    def greedy(self, prompt: list[int], logprobs: int) -> tuple[list[int], list[dict[int, float]]]:
-        """A short reply, and at each of its places the log probabilities of the likeliest tokens."""
-        params = SamplingParams(temperature=0, max_tokens=VERIFIED, ignore_eos=True, logprobs=logprobs)
-        reply = self._llm.generate(prompt, params)[0].outputs[0]
-        assert reply.logprobs is not None
-        places = [{token: each.logprob for token, each in place.items()} for place in reply.logprobs]
-        return list(reply.token_ids), places
-
-    def error(self, reference: Path) -> float:
-        """The largest error of a log probability among the likeliest tokens of each place of the reply.
-
-        Raises:
-            SystemExit: The reply is another than the one that was compared, or the error is too large.
-        """
-        with np.load(reference) as stored:
-            tokens, logits = stored["tokens"], torch.from_numpy(stored["logits"][GIVEN - 1 : -1])
-        reply, places = self.greedy(tokens[:GIVEN].tolist(), 20)
-        exact = logits.double().log_softmax(-1).numpy()
-        if reply != tokens[GIVEN:].tolist() or reply != exact.argmax(-1).tolist():
-            sys.exit("whole_model.py: our reply is not float32's: nothing measured")
-        worst = max(
-            abs(exact[place, token] - logprob)
-            for place, found in enumerate(places)
-            for token, logprob in found.items()
-        )
-        if not worst <= OUR_TOLERANCE:
-            sys.exit(f"whole_model.py: our log probabilities are {worst:.1e} off float32: nothing measured")
-        return float(worst)
-
-    def seconds(self, rows: int) -> float:
-        """Of a prompt of so many tokens; of a token of a reply for 1."""
-        prompt = self._rng.integers(0, VOCAB_SIZE, PROMPT if rows == 1 else rows).tolist()
-        length = REPLY + 1 if rows == 1 else 1
-        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
-        metrics = self._llm.generate(prompt, params)[0].metrics
-        if rows == 1:
-            assert metrics.decode_tokens_per_s is not None
-            return 1 / metrics.decode_tokens_per_s
-        assert metrics.time_to_first_token_s is not None
-        assert metrics.num_cached_tokens == 0
-        return metrics.time_to_first_token_s
 
 
 class Ceilings:
@@ -296,9 +239,13 @@ def measure(
     peer: PeerProcess,
     ceilings: Ceilings,
     rounds: int,
+    weight_format: str,
 ) -> dict[str, Setting]:
     """Decode and prefill of both in turns."""
-    error = ours.error(files.reference)
+    if weight_format in ROUNDED_TOLERANCE:
+        error = ours.rounding_error(files.reference, ROUNDED_TOLERANCE[weight_format])
+    else:
+        error = ours.error(files.reference)
     found = {
         what: Setting(name, at_workers, what, peer.description, error, peer.error)
         for what in ("decode", "prefill")
@@ -337,8 +284,11 @@ def run(arguments: argparse.Namespace, folder: Path, progress: Callable[[str], N
                 log = cache_folder() / "rpc-server.log"
                 servers = stack.enter_context(rpc_servers(environment.python, libraries, workers, log))
             peer = stack.enter_context(start_llama(environment, libraries, files, threads, servers))
-            ours = stack.enter_context(Ours(files.ours, options))
-            settings += measure(name, workers > 0, files, ours, peer, ceilings, arguments.rounds).values()
+            ours = stack.enter_context(Ours(files.ours(arguments.format), options))
+            found = measure(
+                name, workers > 0, files, ours, peer, ceilings, arguments.rounds, arguments.format
+            )
+            settings += found.values()
     # What was measured is no other program; its processes have ended and count as our children's.
     now, seconds = os.times(), time.monotonic() - start
     measured_s = sum(
@@ -346,7 +296,7 @@ def run(arguments: argparse.Namespace, folder: Path, progress: Callable[[str], N
     )
     load = meter.read()
     others = max(0.0, load.programs - measured_s / seconds)
-    size, rate = Bytes.of(files.config), ceilings.gb_per_s
+    size, rate = Bytes.of(files.config, arguments.format), ceilings.gb_per_s
     # Layers at RPC servers are computed one after another, each by one thread.
     allowed = [Allowed.of(size, rate(threads), rate(1 if each.at_workers else threads)) for each in settings]
     if not arguments.json:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from duckllm.weights.formats import num_stripes, unit_bytes
+from duckllm.weights.formats import layout_in, num_stripes, unit_bytes
 
 Q8_0_BYTES = 34 / 32  # of a weight, with its block's scale
 FP8_BYTES = 1 + 4 / 128**2
@@ -18,7 +18,7 @@ class Bytes:
     """Bytes of weights that one token reads; the embedding, of which it reads a row, is not counted.
 
     Args:
-        ours: Experts in our fp8, the host's matrices in FP8, head and routers in BF16.
+        ours: Experts in our format, the host's matrices in FP8, head and routers in BF16.
         theirs: All in Q8_0, routers in float32.
     """
 
@@ -26,15 +26,16 @@ class Bytes:
     theirs: int
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Bytes:
-        """Of a Qwen3-MoE model."""
+    def of(cls, config: Mapping[str, Any], weight_format: str = "fp8") -> Bytes:
+        """Of a Qwen3-MoE model whose experts we have in ``weight_format``."""
         hidden, layers, chosen = (
             config[name] for name in ("hidden_size", "num_hidden_layers", "num_experts_per_tok")
         )
         width, heads = config["moe_intermediate_size"], config["num_attention_heads"]
         attention = 2 * hidden * config["head_dim"] * (heads + config["num_key_value_heads"])
         head, router = config["vocab_size"] * hidden, config["num_experts"] * hidden
-        our_expert = num_stripes(width) * unit_bytes(hidden, "fp8")
+        layout = layout_in(weight_format, "block")
+        our_expert = num_stripes(width) * unit_bytes(hidden, weight_format, layout)
         ours = layers * (chosen * our_expert + FP8_BYTES * attention + 2 * router) + 2 * head
         theirs = layers * (Q8_0_BYTES * (3 * chosen * hidden * width + attention) + 4 * router)
         return cls(round(ours), round(theirs + Q8_0_BYTES * head))

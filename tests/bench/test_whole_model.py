@@ -19,7 +19,7 @@ from duckllm.weights.host_tensors import HostTensors
 from duckllm.weights.manifest import Manifest
 
 FOLDERS = [str(Path(__file__).parents[2] / "benchmarks" / name) for name in ("peers", "gpu")]
-MODULES = ("peer_install", "whole_checkpoint", "gguf_writer", "whole_report", "whole_model")
+MODULES = ("peer_install", "whole_checkpoint", "gguf_writer", "whole_report", "whole_ours", "whole_model")
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -90,7 +90,7 @@ def converted(checkpoint: Path) -> Path:
 def test_our_reply_is_verified_against_float32(
     modules: dict[str, ModuleType], checkpoint: Path, converted: Path, tmp_path: Path
 ) -> None:
-    whole, float_model = modules["whole_model"], modules["whole_checkpoint"].FloatModel(checkpoint)
+    whole, float_model = modules["whole_ours"], modules["whole_checkpoint"].FloatModel(checkpoint)
     whole.VOCAB_SIZE, whole.CONTEXT, whole.PREFILL = VOCAB, 128, 64
     given = np.arange(3, 3 + whole.GIVEN)
     with whole.Ours(converted, {"workers": 0}) as ours:
@@ -111,6 +111,12 @@ def test_our_reply_is_verified_against_float32(
             ours.error(tmp_path / "wrong.npz")
         assert ours.seconds(1) > 0
         assert ours.seconds(64) > 0
+    convert(checkpoint, tmp_path / "int8", weight_format="int8")
+    with whole.Ours(tmp_path / "int8", {"workers": 0}) as ours:
+        error = ours.rounding_error(tmp_path / "right.npz", 0.1)
+        assert error > 1e-4
+        with pytest.raises(SystemExit, match=r"our log probabilities are 0\.\d+ of their spread off"):
+            ours.rounding_error(tmp_path / "right.npz", error / 2)
 
 
 def test_scales_and_experts_differ(modules: dict[str, ModuleType], checkpoint: Path) -> None:
@@ -191,6 +197,9 @@ def test_bytes_of_a_token_are_those_of_the_files(modules: dict[str, ModuleType],
     assert size.ours == pytest.approx(host + experts, rel=1e-3)  # scales of narrow matrices are whole blocks
     weights = LAYERS * (3 * 2 * 256 * 192 + 2 * 256 * 64 * (4 + 2)) + VOCAB * 256
     assert size.theirs == weights * 34 / 32 + LAYERS * 4 * 6 * 256
+    int4 = modules["whole_report"].Bytes.of(config, "int4").ours
+    blocks = LAYERS * manifest.num_experts_per_tok * manifest.num_stripes * (256 // 32)
+    assert int4 - size.ours == blocks * (576 + 320) - experts
 
 
 def setting(modules: dict[str, ModuleType], what: str) -> object:
