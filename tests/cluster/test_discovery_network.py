@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import time
@@ -11,14 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from duckllm import LLM, SamplingParams
+from duckllm.cli.main import app
 from duckllm.cluster.address import Address
 from duckllm.cluster.discovery import WAITING, Discovery
 from duckllm.cluster.discovery_announcement import Announcement, sign
 from duckllm.cluster.discovery_cluster import DiscoveredCluster, look_around
 from duckllm.cluster.discovery_mdns import Listener, open_zeroconf, service_info
 from duckllm.config import ClusterConfig
+from duckllm.doctor import examine as examine_module
+from duckllm.errors import ConfigError
 from duckllm.weights.manifest import Manifest
 from support.moments import DECODE, AtStep
 from worker_harness import (
@@ -220,6 +225,50 @@ def test_a_node_lost_in_mid_answer_and_one_that_comes_later(
             at_step(DECODE, second.process.kill)
             assert llm.generate(f"{prompt} ", GREEDY)[0].outputs[0].token_ids
             assert llm.cluster_info().names == ("duck-3", "duck-1")
+
+
+def test_plan_and_doctor_find_them_too(
+    demo_folder: Path, tmp_path: Path, token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DUCKLLM_CLUSTER_TOKEN", token)
+    where = ["--cluster", f"discover:{LOOPBACK}", "--min-workers", "2"]
+    with (
+        announced(tmp_path, token, "duck-1", "--speed", "35") as first,
+        announced(tmp_path, token, "duck-2", "--speed", "70") as second,
+    ):
+        done = CliRunner().invoke(app, ["plan", str(demo_folder), *where, "--json"])
+        assert done.exit_code == 0, done.output
+        workers = json.loads(done.stdout)["workers"]
+        names = [f"duck-1 ({first.address})", f"duck-2 ({second.address})"]
+        assert [each["node"] for each in workers] == names
+        assert [each["read_gb_per_s"] for each in workers] == [35.0, 70.0]
+        monkeypatch.setattr(examine_module, "gather_machine", lambda: None)
+        monkeypatch.setattr(examine_module, "check_machine", lambda facts: [])
+        done = CliRunner().invoke(app, ["doctor", *where, "--json"])
+        findings = json.loads(done.stdout)["findings"]
+        ports = {each["where"]: each["found"] for each in findings if each["check"] == "port"}
+        assert ports == dict.fromkeys(names, "a worker answers")
+        speeds = {each["where"]: each["found"] for each in findings if each["check"] == "speed"}
+        assert "70.0 GB/s" in speeds[names[1]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--cluster", "ray"], "cluster: got 'ray', expected discover or discover:10.0.0.1"),
+        (["--cluster", "discover"], "cluster_token: got None, expected a token"),
+        (["--cluster", "discover", "--workers", "a:1"], "workers: got 'a:1', expected a number"),
+        (["--min-workers", "2"], "min_workers: got 2, expected nothing without cluster discover"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["plan", "doctor"])
+def test_what_plan_and_doctor_refuse(
+    verb: str, arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DUCKLLM_CLUSTER_TOKEN", raising=False)
+    done = CliRunner().invoke(app, [verb, *arguments])
+    assert isinstance(done.exception, ConfigError)
+    assert words in str(done.exception)
 
 
 @contextmanager

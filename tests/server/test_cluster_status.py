@@ -13,7 +13,8 @@ import psutil
 import pytest
 from server_harness import ServerProcess, running_server
 
-from duckllm.config import available_cores
+from duckllm.cluster.discovery_announcement import node_name
+from duckllm.config import available_cores, total_memory_bytes
 from duckllm.prefill import select_isa
 from duckllm.weights.manifest import Manifest
 
@@ -49,6 +50,10 @@ def test_what_computes_and_where_the_time_goes(server: ServerProcess, demo_folde
         assert (worker["is_lost"], worker["num_losses"]) == (False, 0)
         assert worker["round_trip_us"] > worker["compute_us"] > 0
         assert worker["weights_bytes"] > 0
+        assert worker["name"] == node_name()
+        assert worker["memory_bytes"] == total_memory_bytes()
+        assert worker["read_gb_per_s"] is None  # workers started here are all alike
+    assert now["other_nodes"] == []
     assert now["layers"] == list(manifest.expert_layers)
     assert [len(each) for each in now["compute_us"]] == [2] * len(now["layers"])
     for index, worker in enumerate(now["workers"]):

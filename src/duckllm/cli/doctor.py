@@ -15,16 +15,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from duckllm.cli.common import Waiting, parse_workers
+from duckllm.cli.discover import DiscoverOption, check_undiscovered, discover
+from duckllm.cli.model_options import DiscoverWait, MinWorkers
 from duckllm.cli.terminal import printable
 from duckllm.errors import ConfigError
 
 if TYPE_CHECKING:
+    from duckllm.cluster.discovery import FoundNode
     from duckllm.doctor.finding import Finding
 
 EXAMPLES = """\b
 Examples:
   duckllm doctor
   duckllm doctor --workers 10.0.0.11:7411,10.0.0.12:7411 --token-file token
+  duckllm doctor --cluster discover --token-file token
   duckllm doctor --json
 """
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red", "unknown": "dim"}
@@ -37,6 +41,9 @@ def doctor(
             help="Addresses of workers to check too, and the ways to them: a:port,b:port.", show_default=False
         ),
     ] = None,
+    cluster: DiscoverOption = None,
+    min_workers: MinWorkers = 1,
+    discover_wait_s: DiscoverWait = 30.0,
     token_file: Annotated[
         Path | None,
         typer.Option(help="File with the secret that the workers share.", readable=False),
@@ -50,11 +57,25 @@ def doctor(
     """
     from duckllm.cluster.address import parse_address
     from duckllm.doctor.examine import examine
+    from duckllm.doctor.finding import WARNING, Finding
 
-    asked = () if workers is None else parse_workers(workers)
+    check_undiscovered(cluster, min_workers, discover_wait_s)
+    found: list[FoundNode] = []
+    others: list[FoundNode] = []
+    if cluster is not None:
+        found, others = discover(cluster, workers, token_file, min_workers, discover_wait_s)
+        asked: int | tuple[str, ...] = tuple(str(node.address) for node in found)
+    else:
+        asked = () if workers is None else parse_workers(workers)
     if not isinstance(asked, tuple):
         raise ConfigError("workers", workers, "addresses: name:port,name:port")
     findings = examine([parse_address(address, "workers") for address in asked], token_file, Waiting)
+    names = {str(node.address): node.title for node in found}
+    findings = [dataclasses.replace(each, where=names.get(each.where, each.where)) for each in findings]
+    findings += [
+        Finding(node.title, "announcement", WARNING, node.problem, "docs/operations.md, Nodes that announce")
+        for node in others
+    ]
     counts = Counter(finding.status for finding in findings)
     if as_json:
         shown = [dataclasses.asdict(finding) for finding in findings]

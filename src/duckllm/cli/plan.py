@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from duckllm.cli.common import Waiting, parse_shares, parse_workers
-from duckllm.cli.model_options import InspectedModel
+from duckllm.cli.discover import DiscoverOption, check_undiscovered, discover
+from duckllm.cli.model_options import DiscoverWait, InspectedModel, MinWorkers
 from duckllm.cli.plan_forecast import DEFAULTS, Forecasting
 from duckllm.cli.terminal import printable
 from duckllm.config import MAX_STEP_TOKENS, MAX_WORKERS, WEIGHT_FORMATS, show_size
@@ -45,6 +48,9 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    cluster: DiscoverOption = None,
+    min_workers: MinWorkers = 1,
+    discover_wait_s: DiscoverWait = 30.0,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -187,7 +193,15 @@ def plan(
     }
     host_bytes = None if host_memory is None else _parse_memory("host_memory", host_memory)[0]
     card = _parse_card(device, vram)
-    asked = None if workers is None else parse_workers(workers)
+    check_undiscovered(cluster, min_workers, discover_wait_s)
+    if cluster is not None:
+        found_nodes, others = discover(cluster, workers, token_file, min_workers, discover_wait_s)
+        for node in others:
+            print(f"duckllm: node {printable(f'{node.title}: {node.problem}')}", file=sys.stderr)
+        names = {str(node.address): node.title for node in found_nodes}
+        asked: int | tuple[str, ...] | None = tuple(names)
+    else:
+        names, asked = {}, None if workers is None else parse_workers(workers)
     if isinstance(asked, tuple):
         for field, value in (
             ("memory", memory),
@@ -204,6 +218,7 @@ def plan(
     if asks.flock is not None:
         own = {
             "workers": workers,
+            "cluster": cluster,
             "memory": memory,
             "speed": speed,
             "isa": isa,
@@ -247,6 +262,7 @@ def plan(
     elif isinstance(asked, tuple):
         with Waiting("Asking the workers"):
             placed = _ask_workers(found, asked, token_file)
+            placed = [replace(node, name=names.get(node.name, node.name)) for node in placed]
             host_speed = host_speed or _this_machine_gb_per_s()
     else:
         placed = _make_nodes(found, count, facts, options)

@@ -48,6 +48,9 @@ class WorkerStatus(BaseModel):
 
     index: int
     address: str
+    name: Annotated[str, Field(description="What its node goes by; empty where it does not say.")]
+    memory_bytes: Annotated[int, Field(description="Memory of its node.")]
+    read_gb_per_s: Annotated[float | None, Field(description="What its node reads from memory.")]
     isa: str
     threads: int
     stripes: int
@@ -59,6 +62,17 @@ class WorkerStatus(BaseModel):
     num_losses: int
     compute_us: float | None
     round_trip_us: float | None
+
+
+class OtherNodeStatus(BaseModel):
+    """A node that computes nothing."""
+
+    name: str
+    address: str
+    state: Annotated[str, Field(description="waiting for a lost one's place, new, gone or refused.")]
+    memory_bytes: int
+    read_gb_per_s: float | None
+    problem: Annotated[str, Field(description="Why it is gone or refused.")]
 
 
 class EngineStatus(BaseModel):
@@ -94,6 +108,7 @@ class ClusterStatus(BaseModel):
     model: ModelStatus
     host: HostStatus
     workers: list[WorkerStatus]
+    other_nodes: list[OtherNodeStatus]
     layers: Annotated[list[int], Field(description="Layers with experts, of which there were steps.")]
     compute_us: Annotated[list[list[float]], Field(description="By layer, then by worker.")]
     engine: EngineStatus
@@ -110,16 +125,17 @@ def router(service: ChatService, model: ServedModel) -> APIRouter:
     async def cluster() -> ClusterStatus:
         """What computes, how it fares, and where the time of steps goes."""
         llm = service.llm
-        times = llm.worker_times()
+        times, info = llm.worker_times(), llm.cluster_info()
         running = llm.state().num_running
         return ClusterStatus(
             model=ModelStatus(
                 id=model.names[0],
                 context_length=llm.max_model_len,
-                weight_format=llm.cluster_info().weight_format,
+                weight_format=info.weight_format,
             ),
             host=HostStatus(device=llm.device.title, memory_bytes=_memory(llm), isa=select_isa()),
-            workers=_workers(llm.cluster_info(), times),
+            workers=_workers(info, times),
+            other_nodes=[OtherNodeStatus(**dataclasses.asdict(each)) for each in info.other_nodes],
             layers=list(times.layers),
             compute_us=[list(each) for each in times.compute_us],
             engine=EngineStatus(**dataclasses.asdict(llm.stats())),
@@ -142,6 +158,9 @@ def _workers(info: ClusterInfo, times: WorkerTimes) -> list[WorkerStatus]:
         WorkerStatus(
             index=index,
             address=info.addresses[index],
+            name=info.names[index],
+            memory_bytes=info.memory_bytes[index],
+            read_gb_per_s=info.read_gb_per_s[index],
             isa=info.isas[index],
             threads=info.threads[index],
             stripes=info.stripes[index],

@@ -69,6 +69,40 @@ def test_it_says_what_the_server_says(view: Page, canned: PageServer) -> None:
     expect(view.locator(".big")).to_have_text("30.0")
 
 
+def test_nodes_by_their_names_and_those_that_wait(view: Page, canned: PageServer) -> None:
+    others = view.get_by_role("region", name="Other nodes")
+    expect(others).to_have_count(0)
+    answer = cluster_answer()
+    for number, worker in enumerate(answer["workers"]):
+        worker |= {"name": f"duck-{number}", "memory_bytes": 16 << 30, "read_gb_per_s": 35.25}
+    answer["other_nodes"] = [
+        {
+            **{"name": "duck-9", "address": "10.0.0.19:7411", "state": "waiting", "memory_bytes": 8 << 30},
+            **{"read_gb_per_s": None, "problem": ""},
+        },
+        {
+            **{"name": "gull-1", "address": "", "state": "refused", "memory_bytes": 0},
+            **{"read_gb_per_s": None, "problem": "another token"},
+        },
+    ]
+    canned.cluster = answer
+    view.clock.run_for(1100)
+    cells = view.locator(".workers tbody tr").nth(1).locator("> * > :last-child")
+    expect(cells.nth(0)).to_have_text("1duck-1, 10.0.0.12:7411")
+    expect(cells.nth(4)).to_have_text("avx2, 16 threads, 16.0 GiB, 35.3 GB/s")
+    expect(others.locator("dl > div")).to_have_text(
+        [
+            "duck-9, 10.0.0.19:7411waits for a lost one's place, 8.00 GiB",
+            "gull-1is not taken in: another token",
+        ]
+    )
+    # One name for several says nothing.
+    for worker in answer["workers"]:
+        worker["name"] = "swan"
+    view.clock.run_for(1100)
+    expect(cells.nth(0)).to_have_text("110.0.0.12:7411")
+
+
 def test_a_worker_that_is_lost_is_seen_and_so_is_its_return(view: Page, canned: PageServer) -> None:
     row = view.locator(".workers tbody tr").nth(1)
     alert = view.get_by_role("alert")

@@ -20,11 +20,13 @@ const MEMORY = {
   cache_bytes: "KV cache", tier_bytes: "what leaves the KV cache",
   embedding_bytes: "embedding, in CPU memory", workspace_bytes: "graphs and workspaces on the GPU",
 };
+const STATES = { waiting: "waits for a lost one's place", new: "is asked", gone: "is gone", refused: "is not taken in" };
 const COLUMNS = ["Worker", "State", "Share", "Weights", "Computes with", "Connection", "Round trip", "Compute", "Losses"];
 
 const none = "–";
 const time = (us) => (us === null || us === undefined ? none : seconds(us / 1e6));
 const ofSeconds = (value) => (value === null || value === undefined ? none : seconds(value));
+const ofNode = (node) => [node.memory_bytes ? bytes(node.memory_bytes) : "", node.read_gb_per_s ? `${short(node.read_gb_per_s)} GB/s` : ""];
 const words = (name) => name.replace(/_(s|bytes)$/, "").replaceAll("_", " ");
 
 function setText(node, text) {
@@ -58,6 +60,8 @@ export class ClusterView {
       h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, ...COLUMNS.map((name) => h("th", { scope: "col", role: "columnheader" }, name)))),
       this.rows);
     this.rows.setAttribute("role", "rowgroup");
+    this.others = h("dl", { class: "legend nodes" });
+    this.othersCard = card("Other nodes", null, this.others);
     this.heat = new HeatMap();
     this.heatCard = card("Compute time by layer and worker", null, this.heat.node);
     this.memory = h("dl", { class: "legend" });
@@ -70,6 +74,7 @@ export class ClusterView {
         h("section", { class: "card", "aria-label": "Requests and times" }, this.tiles)),
       card("A step's time", this.stepTitle, this.parts.node),
       card("Workers", null, this.noWorkers, this.table),
+      this.othersCard,
       this.heatCard,
       h("div", { class: "overview even" }, card("Memory of the host", null, this.memory), card("What has happened", null, this.noEvents, this.events)),
     );
@@ -139,6 +144,7 @@ export class ClusterView {
     this.parts.update(Object.entries(engine.step_parts_s).map(([name, value]) => [PARTS[name] ?? words(name), value]));
     this.findEvents(workers);
     this.showWorkers(workers);
+    this.showOthers(data.other_nodes ?? []);
     this.heatCard.hidden = !workers.length || !layers.length;
     if (!this.heatCard.hidden) this.heat.update(layers, workers, data.compute_us);
     showList(this.memory, Object.entries(host.memory_bytes).map(([name, value]) => [MEMORY[name] ?? words(name), bytes(value)]));
@@ -202,22 +208,32 @@ export class ClusterView {
     this.table.hidden = !workers.length;
     while (this.rows.childElementCount > workers.length) this.rows.lastElementChild.remove();
     while (this.rows.childElementCount < workers.length) this.rows.append(newRow());
+    const named = new Set(workers.map(({ name }) => name).filter((name, at, all) => name && all.indexOf(name) === all.lastIndexOf(name)));
     const most = Math.max(...workers.map(({ share }) => share));
-    workers.forEach((worker, at) => this.showWorker(this.rows.children[at], worker, most));
+    workers.forEach((worker, at) => this.showWorker(this.rows.children[at], worker, most, named.has(worker.name)));
   }
 
-  showWorker(row, worker, most) {
+  /** Nodes that compute nothing: they wait for a lost one's place, or are not taken in. */
+  showOthers(nodes) {
+    this.othersCard.hidden = !nodes.length;
+    showList(this.others, nodes.map((node) => [
+      node.address ? `${node.name}, ${node.address}` : node.name,
+      [STATES[node.state] ?? node.state, ...ofNode(node)].filter(Boolean).join(", ") + (node.problem ? `: ${node.problem}` : ""),
+    ]));
+  }
+
+  showWorker(row, worker, most, isNamed) {
     const cell = (at) => row.children[at].lastElementChild;
     const isNew = performance.now() - (this.returned.get(worker.index) ?? -Infinity) < NEWS_MS;
     row.className = worker.is_lost ? "lost" : isNew ? "back" : "";
     cell(0).firstElementChild.textContent = String(worker.index);
-    setText(cell(0).lastElementChild, worker.address);
+    setText(cell(0).lastElementChild, isNamed ? `${worker.name}, ${worker.address}` : worker.address);
     setText(cell(1), worker.is_lost ? "lost" : isNew ? "back again" : "working");
     const [bar, share] = cell(2).children;
     bar.firstElementChild.style.width = `${(100 * worker.share) / (most || 1)}%`;
     setText(share, `${Number((100 * worker.share).toFixed(1))} %, ${count(worker.stripes, "stripe")}`);
     setText(cell(3), `${worker.weights_bytes === null ? none : bytes(worker.weights_bytes)} ${worker.weight_format}`);
-    setText(cell(4), `${worker.isa}${worker.threads === null ? "" : `, ${count(worker.threads, "thread")}`}`);
+    setText(cell(4), [worker.isa, worker.threads === null ? "" : count(worker.threads, "thread"), ...ofNode(worker)].filter(Boolean).join(", "));
     setText(cell(5), worker.connection);
     setText(cell(6), time(worker.is_lost ? null : worker.round_trip_us));
     setText(cell(7), time(worker.is_lost ? null : worker.compute_us));
