@@ -29,8 +29,10 @@ Examples:
   duckllm doctor
   duckllm doctor --workers 10.0.0.11:7411,10.0.0.12:7411 --token-file token
   duckllm doctor --cluster discover --token-file token
+  duckllm doctor --jitter
   duckllm doctor --json
 """
+DEFAULT_SAMPLES = 20_000
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red", "unknown": "dim"}
 
 
@@ -48,6 +50,16 @@ def doctor(
         Path | None,
         typer.Option(help="File with the secret that the workers share.", readable=False),
     ] = None,
+    measure_jitter: Annotated[
+        bool,
+        typer.Option(
+            "--jitter",
+            help="Measure instead how evenly each core computes, and what interrupts it; seconds a core.",
+        ),
+    ] = False,
+    samples: Annotated[
+        int, typer.Option(help="Pieces of work on each core with --jitter, of 50 us each.")
+    ] = DEFAULT_SAMPLES,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object.")] = False,
 ) -> None:
     """Check this machine, and workers and the ways to them, and say what to change.
@@ -55,6 +67,16 @@ def doctor(
     Changes nothing and needs no privileges; what cannot be known is said to be so. A busy worker is checked
     too, whose steps then take turns with the messages that are timed. Exit code 1 where there is a problem.
     """
+    if measure_jitter:
+        from duckllm.cli.jitter import jitter
+
+        for field, value in (("workers", workers), ("cluster", cluster)):
+            if value is not None:
+                raise ConfigError(field, value, "nothing with --jitter, which measures this machine")
+        jitter(samples, as_json=as_json)
+        return
+    if samples != DEFAULT_SAMPLES:
+        raise ConfigError("samples", samples, "nothing without --jitter")
     from duckllm.cluster.address import parse_address
     from duckllm.doctor.examine import examine
     from duckllm.doctor.finding import WARNING, Finding
