@@ -219,9 +219,14 @@ def plan_host_part(
     )
     is_open = have_bytes is None and not device.is_cuda
     one_context = needs.context_bytes(max_model_len) if is_open else None
-    memory = plan_host(
-        needs, max_model_len=max_model_len, cache_bytes=one_context, max_num_seqs=DEFAULT_MAX_NUM_SEQS
-    )
+    try:
+        memory = plan_host(
+            needs, max_model_len=max_model_len, cache_bytes=one_context, max_num_seqs=DEFAULT_MAX_NUM_SEQS
+        )
+    except ConfigError as error:
+        if error.field != "memory":
+            raise
+        raise ConfigError("host_memory", error.got, error.expected, error.hint) from None  # not the nodes'
     return HostPlan(memory, have_bytes)
 
 

@@ -9,7 +9,9 @@ import sys
 import tomllib
 from pathlib import Path
 
+import click
 import pytest
+import typer
 
 import duckllm.__main__ as duckllm_main
 from duckllm.cli import main as command
@@ -139,3 +141,16 @@ def test_streams_that_are_closed_or_full(redirection: str, code: int, err: str) 
     line = f"exec {shlex.quote(sys.executable)} -m duckllm --version {redirection}"
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (code, err)
+
+
+def test_no_help_shows_marks_of_its_layout() -> None:
+    root = typer.main.get_command(command.app)
+    waiting, seen = [("duckllm", root)], 0
+    while waiting:
+        name, verb = waiting.pop()
+        text = verb.get_help(click.Context(verb, info_name=name))
+        assert "\\b" not in text, name
+        assert "\b" not in text, name
+        seen += 1
+        waiting += [(f"{name} {sub}", each) for sub, each in getattr(verb, "commands", {}).items()]
+    assert seen > 15

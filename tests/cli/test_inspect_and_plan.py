@@ -18,6 +18,7 @@ from duckllm.errors import AuthenticationError, ConfigError, InWords, PlacementE
 from duckllm.models.inspection import inspect_model
 from duckllm.weights.convert import convert
 from duckllm.weights.formats import LayerFormat
+from support.four_bit import awq, compressed_config, gptq, mxfp4
 from worker_harness import running_worker
 
 ROOT = Path(__file__).parents[2]
@@ -247,7 +248,7 @@ def test_a_start_that_does_not_fit_shows_the_table_too(
         (["--max-model-len", "9999"], "max_model_len: got 9999, expected 1 to 4096, the model's longest"),
         (["--host-memory", "much"], "host_memory: got 'much', expected GiB"),
         (["--host-memory", "4,4"], "host_memory: got '4,4', expected GiB of one host"),
-        (["--host-memory", "1.2"], "memory: got 204.80 MiB available, expected at least 405."),
+        (["--host-memory", "1.2"], "host_memory: got 204.80 MiB available, expected at least 405."),
         (["--device", "gpu"], "device: got 'gpu', expected auto, cpu, cuda, or a card of several: cuda:1"),
         (["--device", "cpu", "--vram", "8"], "vram: got '8', expected nothing with device cpu"),
         (["--vram", "8,8"], "vram: got '8,8', expected GiB of one card"),
@@ -285,7 +286,7 @@ def test_plan_predicts_from_a_file_of_nodes(demo_folder: Path, tmp_path: Path) -
     assert base["parts_us"]["hand-over"] == pytest.approx(5 * (70 - 8) * (2 if base["lanes"] else 1))
     changes = {each["change"]: each for each in forecast["what_if"]}
     assert changes["nodes' links of 10 Gbit/s"]["times"] >= 1
-    assert changes["a host that reads half as fast again"]["times"] > 1
+    assert changes["a host that reads 1.5 times as fast"]["times"] > 1
     assert changes["experts in fp8"]["times"] == pytest.approx(
         changes["experts in fp8"]["tokens_per_s"] / base["tokens_per_s"]
     )
@@ -421,3 +422,65 @@ def test_a_converted_model_is_counted_as_it_is(tmp_path: Path, demo_checkpoint: 
     assert facts["layer_formats"] == {"int4": 4, "fp9": 2}  # of which a worker makes a copy
     listed = json.loads(run("inspect", demo_checkpoint, "--json"))["experts_by_format"]
     assert list(listed) == ["fp9", "fp8", "int8", "int4"]
+
+
+def test_without_a_format_all_are_shown_on_the_same_nodes(demo_checkpoint: Path) -> None:
+    options = ("plan", demo_checkpoint, "--workers", 2, "--speed", 10)
+    rows = {row["format"]: row for row in json.loads(run(*options, "--json"))["formats"]}
+    assert list(rows) == ["fp9", "fp8", "int8", "int4"]
+    for name, row in rows.items():
+        alone = json.loads(run(*options, "--format", name, "--json"))
+        assert "formats" not in alone
+        assert row["bytes_per_token"] == alone["expert_bytes_per_token"]
+        assert row["need_bytes"] == max(worker["need_bytes"] for worker in alone["workers"])
+        assert row["tokens_per_s"] == pytest.approx(alone["ceiling_tokens_per_s"])
+    assert rows["int4"]["expert_bytes"] < 0.6 * rows["fp9"]["expert_bytes"]
+    text = run(*options)
+    assert text.startswith(f"{demo_checkpoint}: experts in fp9; ")
+    assert re.search(r"\nint4 +11\.77 MiB +1\.09 MiB +2 +\S+ MiB +[\d.]+ tok/s\n", text)
+    assert "experts in int4, fp8 in layer 6; " in run(*options, "--format", "int4")
+    kept = run(*options, "--format", "int4", "--keep", "fp8:first")
+    assert "experts in int4, fp8 in layers 1 and 6; " in kept
+
+
+def test_what_does_not_fit_shows_the_formats_that_do() -> None:
+    configs = ROOT / "examples/configs"
+    where = ["plan", str(configs / "GLM-4.5-Air"), "--workers", "4", "--memory", "16"]
+    result = CliRunner().invoke(app, [*where, "--format", "fp8"])
+    assert isinstance(result.exception, ConfigError)
+    ends = {line.split()[0]: line.endswith("too little memory") for line in result.stdout.splitlines()[-6:-2]}
+    assert ends == {"fp9": True, "fp8": True, "int8": True, "int4": False}
+    result = CliRunner().invoke(app, ["plan", str(configs / "Kimi-K2-Instruct"), "--memory", "8"])
+    assert isinstance(result.exception, ConfigError)
+    assert "fp9           no number of such nodes holds it\n" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("quantised", "dtype", "expected"),
+    [
+        (compressed_config(), "bfloat16", "int4-bf16"),
+        (compressed_config(symmetric=False), "float16", "int4-zero"),
+        (gptq(32).config, "bfloat16", "int4"),
+        (gptq(32, symmetric=False).config, "float16", "int4-zero"),
+        (awq(32).config, "bfloat16", "int4-zero"),
+        (mxfp4().config, "bfloat16", "mxfp4"),
+    ],
+)
+def test_a_configuration_of_4_bits_is_planned_in_them(
+    tmp_path: Path, quantised: dict, dtype: str, expected: str
+) -> None:
+    config = json.loads((ROOT / "examples/configs/Kimi-K2-Instruct/config.json").read_text())
+    config |= {"quantization_config": quantised, "torch_dtype": dtype}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    planned = json.loads(run("plan", tmp_path, "--memory", 64, "--json"))
+    assert (planned["format"], planned["layers"], "formats" in planned) == (expected, expected, False)
+    assert list(json.loads(run("inspect", tmp_path, "--json"))["experts_by_format"]) == [expected]
+
+
+def test_inspect_plan_and_a_conversion_count_the_same_experts(demo_checkpoint: Path, tmp_path: Path) -> None:
+    facts = json.loads(run("inspect", demo_checkpoint, "--json"))["experts_by_format"]
+    for name in ("fp9", "int4"):
+        manifest = convert(demo_checkpoint, tmp_path / name, weight_format=name)
+        bytes_of_files = sum(entry.bytes for entry in manifest.expert_layers.values())
+        assert facts[name]["bytes"] == pytest.approx(bytes_of_files, rel=0.003)  # headers of the files
+    assert "\nint4, fp8 in layer 6\n" in run("inspect", demo_checkpoint)

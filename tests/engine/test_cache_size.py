@@ -112,9 +112,9 @@ def test_weights_and_a_context_that_do_not_fit_are_refused_with_what_they_need()
         "one context of 17 tokens (a smaller max_model_len, or workers on other machines, need less here)"
     )
     for of, hint in (
-        (replace(big, available_bytes=8 * gib), "workers on other machines, need less here"),
+        (replace(big, available_bytes=8 * gib), "workers on other machines need less here"),
         (replace(big, available_bytes=6 * gib), "the host needs a larger memory, or a GPU"),
-        (replace(big, expert_bytes=0, available_bytes=7 * gib), "a smaller max_model_len, needs less here"),
+        (replace(big, expert_bytes=0, available_bytes=7 * gib), "a smaller max_model_len needs less here"),
         (replace(big, expert_bytes=0, available_bytes=6 * gib), "the host needs a larger memory, or a GPU"),
     ):
         with pytest.raises(ConfigError) as caught:

@@ -225,7 +225,7 @@ def test_the_command_writes_a_file_of_the_demo_model(demo_folder: Path, tmp_path
         (["-o", "{tmp}/x", "--tokens", "1"], "tokens"),
         (["-o", "{tmp}/x", "--window", "1"], "window"),
         (["-o", "{tmp}/x", "--reply-tokens", "-1"], "reply_tokens"),
-        (["-o", "{tmp}/x", "--prompts", "/nowhere/at/all"], "text"),
+        (["-o", "{tmp}/x", "--prompts", "/nowhere/at/all"], "prompts"),
     ],
 )
 def test_options_are_refused_by_name(

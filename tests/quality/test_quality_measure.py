@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -167,6 +168,8 @@ def test_a_table_has_a_row_for_each_format(measured: tuple[list[FormatQuality], 
     assert lines[2].endswith("11.2")
     assert lines[3].endswith("does not fit")
     assert len({line.index("%") for line in lines[1:3]}) == 1
+    few = [replace(each, num_draft_tokens=2, num_accepted_tokens=1) for each in measured[0]]
+    assert "50.0% of 2 " in table(few, None, type(measured[0][0].suite)())[1]  # type: ignore[misc]
     bare = table(measured[0], None, type(measured[0][0].suite)())  # type: ignore[misc]
     assert "suite" not in bare[0]
     assert "predicted" not in bare[0]

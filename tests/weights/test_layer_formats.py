@@ -26,8 +26,15 @@ def test_mtp_layers_stay_in_fp8_by_default_in_4_bits() -> None:
 def test_rules_name_layers() -> None:
     assert chosen("fp8:first,last,mtp") == "int4, fp8 in layers 3 and 60-61"
     assert chosen("int8:5-7,9", "fp8:mtp") == "int4, int8 in layers 5-7 and 9, fp8 in layer 61"
-    assert chosen("fp8:3-9", "int8:5") == "int4, fp8 in layers 3-4 and 6-9, int8 in layer 5"
-    assert chosen("fp9:0-3") == "int4, fp9 in layer 3"
+    assert chosen("fp8:3-9", "int8:5") == "int4, fp8 in layers 3-4, 6-9 and 61, int8 in layer 5"
+    assert chosen("none", "fp9:0-3") == "int4, fp9 in layer 3"
+
+
+def test_rules_for_other_layers_leave_mtp_in_fp8() -> None:
+    assert chosen("fp8:first,last") == "int4, fp8 in layers 3 and 60-61"
+    assert chosen("int8:mtp") == "int4, int8 in layer 61"
+    assert chosen("none", "fp8:first") == chosen("fp8:first", "none") == "int4, fp8 in layer 3"
+    assert chosen("fp8:first", weight_format="int8") == "int8, fp8 in layer 3"
 
 
 @pytest.mark.parametrize(

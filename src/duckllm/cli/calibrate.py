@@ -65,7 +65,7 @@ def calibrate(
     from duckllm.quality.calibrate import StoredExperts, cut
     from duckllm.quality.calibrate import calibrate as run
     from duckllm.quality.importance import Importance
-    from duckllm.quality.texts import MIN_WINDOW, read_passages, shipped_passages
+    from duckllm.quality.texts import MIN_WINDOW, check_readable, read_passages, shipped_passages
     from duckllm.text import Tokenizer
 
     check_environment()
@@ -77,6 +77,8 @@ def calibrate(
         if not least <= value <= most:
             raise ConfigError(field, value, f"a number from {least} to {most}")
     check_save(output, "output")
+    if prompts is not None:
+        check_readable("prompts", prompts)  # before a checkpoint is converted
     opened = open_model(model)
     manifest = opened.manifest
     stored = StoredExperts(manifest)
@@ -85,7 +87,7 @@ def calibrate(
         passages = (
             shipped_passages(tokenizer, is_demo=is_demo_model(opened))
             if prompts is None
-            else read_passages(prompts, tokenizer, window=window)
+            else read_passages(prompts, tokenizer, window=window, field="prompts")
         )
     draft = "on" if opened.has_draft_layer else "off"
     importance = Importance(manifest.hidden_size, manifest.moe_intermediate_size, manifest.num_experts)

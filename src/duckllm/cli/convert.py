@@ -40,7 +40,8 @@ def convert(
         typer.Option(
             "--format",
             help="Format of the expert weights: fp9 or fp8, which hold the same; int8, int4 or int4-bf16, "
-            "which round them; auto keeps what a checkpoint has in 4 bits, and makes fp9 of others.",
+            "which round them; auto keeps what a checkpoint has in 4 bits, and makes fp9 of others. "
+            "duckllm plan says what each takes, duckllm quality what it costs in answers.",
         ),
     ] = "auto",
     keep: Annotated[
@@ -48,7 +49,8 @@ def convert(
         typer.Option(
             "--keep",
             help="Layers in another format: FORMAT:LAYERS, the layers first, last, mtp, or numbers: "
-            "fp8:first,last,mtp or int8:3-7,12. Given twice, both count. With 4 bits fp8:mtp, unless none.",
+            "fp8:first,last or int8:3-7,12. Given twice, both count. In int4 mtp (the layers that guess "
+            "tokens ahead) stays in fp8, too, unless it is named in another format, or none is given.",
             show_default=False,
         ),
     ] = None,
@@ -63,7 +65,10 @@ def convert(
     ] = None,
     requantise: Annotated[
         bool,
-        typer.Option("--requantise", help="Round 4-bit experts of the checkpoint to the --format, too."),
+        typer.Option(
+            "--requantise",
+            help="Round experts that the checkpoint has in 4 bits again, to the --format: loses more.",
+        ),
     ] = False,
     verify: Annotated[
         bool,
@@ -71,13 +76,9 @@ def convert(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as one JSON object.")] = False,
 ) -> None:
-    r"""Convert a checkpoint into a model folder that workers can map.
+    """Convert a checkpoint into a model folder that workers can map.
 
     An interrupted conversion goes on where it stopped when the same command is given again.
-
-    \b
-      duckllm convert deepseek-ai/DeepSeek-V3.2 ds-fp9
-      duckllm convert deepseek-ai/DeepSeek-V3.2 ds-int4 --format int4 --keep fp8:first,last,mtp
     """
     start_s = time.monotonic()
     try:
@@ -124,6 +125,7 @@ def summary(manifest: Manifest, verified: bool, seconds: float) -> dict[str, obj
         "rms_relative_error": error["rms_relative"] if error else 0.0,
         "max_relative_error": error["max_relative"] if error else 0.0,
         "flushed_to_zero": error["flushed"] if error else 0,
+        "rounded_weights": error.get("weights", 0) if error else 0,
         "verified": verified,
         "model_hash": manifest.model_hash,
         "seconds": round(seconds, 3),
@@ -150,7 +152,8 @@ def describe(outcome: dict[str, object]) -> str:
     lines = [
         f"{outcome['folder']}: {outcome['architecture']}, "
         f"{outcome['layer_formats']} from {outcome['source_dtype']}{origin}, "
-        f"{outcome['moe_layers']} MoE layers{mtp}, {show_size(expert_bytes)} of experts, "
+        f"{outcome['moe_layers']} MoE {'layer' if outcome['moe_layers'] == 1 else 'layers'}{mtp}, "
+        f"{show_size(expert_bytes)} of experts, "
         f"{show_size(host_bytes)} for the host, {outcome['seconds']} s{checked}",
     ]
     host = outcome["host_dequantised"]
@@ -162,11 +165,17 @@ def describe(outcome: dict[str, object]) -> str:
     if outcome["rms_relative_error"]:
         requantised = outcome["requantised"]
         why = f" again, as the checkpoint has {requantised}" if requantised else ""
-        rounded_to = outcome["rounded_to"]
+        rounded_to, zeros, weights = (
+            outcome[name] for name in ("rounded_to", "flushed_to_zero", "rounded_weights")
+        )
         assert isinstance(rounded_to, str)
+        assert isinstance(zeros, int)
+        assert isinstance(weights, int)
+        calibrated = ", the columns that --importance names with less error" if outcome["importance"] else ""
         lines.append(
-            f"rounded to {rounded_to}: rms error {outcome['rms_relative_error']:.3%} of the weights' rms, "
-            f"{outcome['flushed_to_zero']} weights became zero"
+            f"rounded to {rounded_to}{calibrated}: rms error {outcome['rms_relative_error']:.3%} of the "
+            f"weights' rms; {zeros / max(1, weights):.1%} of them, smaller than half a step, became zero "
+            "(duckllm quality measures what it costs in answers)"
             if rounded_to != "e4m3"
             else f"rounded to e4m3{why}: rms error {outcome['rms_relative_error']:.3%} of the weights' rms, "
             f"at most {outcome['max_relative_error']:.1%} of a weight in the normal range, "

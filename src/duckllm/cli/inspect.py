@@ -12,7 +12,7 @@ import typer
 
 from duckllm.cli.common import Waiting
 from duckllm.cli.model_options import InspectedModel
-from duckllm.config import LOSSLESS_FORMATS, show_size
+from duckllm.config import show_size
 from duckllm.weights.layer_formats import in_words, main_format
 
 if TYPE_CHECKING:
@@ -49,11 +49,17 @@ def facts_of(model: Inspection) -> dict[str, Any]:
 
     layout = model.layout
     formats = (model.weight_format,) if model.weight_format else _possible_formats(model)
+    drafts = model.num_mtp_layers > 0
     nodes = [count for count in _NODES if count <= model.num_stripes]
 
     def need(count: int, weight_format: str) -> int:
         plan = plan_cluster(
-            model, [1] * count, weight_format=weight_format, max_model_len=1, max_step_tokens=256
+            model,
+            [1] * count,
+            weight_format=weight_format,
+            max_model_len=1,
+            max_step_tokens=256,
+            drafts=drafts,
         )
         return max(node.need_bytes for node in plan.nodes)
 
@@ -91,7 +97,8 @@ def facts_of(model: Inspection) -> dict[str, Any]:
         },
         "experts_by_format": {
             name: {
-                "bytes": model.expert_bytes(name),
+                "layers": model.formats_in_words(name, drafts=drafts),
+                "bytes": model.expert_bytes(name, drafts=drafts),
                 "bytes_per_token": model.expert_read_bytes(name),
                 "bytes_by_nodes": {str(count): need(count, name) for count in nodes},
             }
@@ -102,7 +109,7 @@ def facts_of(model: Inspection) -> dict[str, Any]:
 
 def _possible_formats(model: Inspection) -> tuple[str, ...]:
     """What the experts of a checkpoint may be converted into, first what they are by default."""
-    return tuple(dict.fromkeys((main_format(model.formats_in("auto")), *LOSSLESS_FORMATS, "int8", "int4")))
+    return tuple(dict.fromkeys((main_format(model.formats_in("auto")), *model.comparable_formats)))
 
 
 def describe(facts: dict[str, Any]) -> str:
@@ -139,6 +146,10 @@ def describe(facts: dict[str, Any]) -> str:
         each = "".join(f"{show_size(size):>12}" for size in sizes["bytes_by_nodes"].values())
         together, a_token = show_size(sizes["bytes"]), show_size(sizes["bytes_per_token"])
         lines.append(f"{name:<15}{together:>12}{a_token:>12}{'':>10}{each}")
+    mixed = [sizes["layers"] for sizes in facts["experts_by_format"].values()]
+    lines += [words for name, words in zip(facts["experts_by_format"], mixed, strict=True) if words != name]
+    if facts["mtp_layers"]:
+        lines.append("Experts of multi-token prediction are counted, but for what a token reads.")
     lines.append("What a node needs includes buffers and the process; duckllm plan holds it against nodes.")
     return "\n".join(lines)
 

@@ -64,6 +64,7 @@ _CONVERT_EXAMPLES = """\b
 Examples:
   duckllm convert /checkpoints/DeepSeek-V3.2 /models/deepseek-v3.2
   duckllm convert /checkpoints/mine /models/mine --verify
+  duckllm convert deepseek-ai/DeepSeek-V3.2 /models/ds-int4 --format int4 --keep fp8:first,last
 """
 
 _INSPECT_EXAMPLES = """\b
@@ -76,6 +77,7 @@ _PLAN_EXAMPLES = """\b
 Examples:
   duckllm plan /checkpoints/Qwen3-30B-A3B
   duckllm plan /models/mine --workers 8 --memory 16
+  duckllm plan examples/configs/GLM-4.5-Air --workers 4 --memory 16 --format int4
   duckllm plan /models/mine --memory 16,16,32 --max-model-len 32768
   duckllm plan Qwen/Qwen3-30B-A3B --nodes examples/flocks/three-pcs.toml
   duckllm plan --measure --workers 2

@@ -18,6 +18,7 @@ from duckllm.cli.common import Waiting, parse_shares, parse_workers
 from duckllm.cli.discover import DiscoverOption, check_undiscovered, discover
 from duckllm.cli.model_options import DiscoverWait, InspectedModel, MinWorkers
 from duckllm.cli.plan_forecast import DEFAULTS, Forecasting
+from duckllm.cli.plan_formats import compare, describe_formats
 from duckllm.cli.terminal import printable
 from duckllm.config import MAX_STEP_TOKENS, MAX_WORKERS, WEIGHT_FORMATS, show_size
 from duckllm.device import check_device
@@ -80,12 +81,17 @@ def plan(
         str,
         typer.Option(
             "--format",
-            help=f"Format of the experts: {', '.join(WEIGHT_FORMATS)}; by default the model's, or fp9.",
+            help=f"Format of the experts: {', '.join(WEIGHT_FORMATS)}; by default the model's, or fp9, with "
+            "a table of the others.",
         ),
     ] = "",
     keep: Annotated[
         list[str] | None,
-        typer.Option("--keep", help="Layers in another format, as of duckllm convert.", show_default=False),
+        typer.Option(
+            "--keep",
+            help="Layers in another format, as duckllm convert takes them: fp8:first,last.",
+            show_default=False,
+        ),
     ] = None,
     host_memory: Annotated[
         str | None,
@@ -265,18 +271,41 @@ def plan(
             placed = [replace(node, name=names.get(node.name, node.name)) for node in placed]
             host_speed = host_speed or _this_machine_gb_per_s()
     else:
-        placed = _make_nodes(found, count, facts, options)
-    made = plan_on(found, placed, **options, host_gb_per_s=host_speed, shares=parse_shares(shares))
+        placed = []
+
+    def made_in(name: str) -> ClusterPlan:
+        own = options | {"weight_format": name}
+        on = placed or _make_nodes(found, count, facts, own)
+        return plan_on(found, on, **own, host_gb_per_s=host_speed, shares=parse_shares(shares))
+
+    def predicted_in(made: ClusterPlan) -> float | None:
+        forecast = asks.forecast(found, made, parse_shares(shares))
+        return made.ceiling_tokens_per_s if forecast is None else forecast.base.tokens_per_s
+
+    try:
+        made = made_in(chosen)
+    except ConfigError as error:
+        if error.field == "memory" and len(found.comparable_formats) > 1 and not as_json:
+            rows = compare(found.comparable_formats, made_in, predicted_in)
+            print(describe_formats(rows, is_predicted=asks.flock is not None) + "\n")
+        raise
     shown = facts_of(str(found.folder), made)
+    shown["layers"] = found.formats_in_words(chosen, drafts=made.drafts, keep=keep or None)
     predicted = asks.forecast(found, made, parse_shares(shares), holds) if made.fits else None
     if predicted is not None:
         shown["forecast"] = predicted.to_json()
+    # Which format to take is the question where none was said, or where that one does not fit.
+    compared = found.comparable_formats if not weight_format or not made.fits else ()
+    if len(compared) > 1 and not measure:
+        shown["formats"] = compare(compared, made_in, predicted_in)
     titled = shown | {"model": model or "the demo model"}
     print(json.dumps(shown) if as_json else printable(describe(titled, made)))
     if predicted is not None and not as_json:
         from duckllm.forecast.report import describe_forecast
 
         print("\n" + describe_forecast(predicted))
+    if "formats" in shown and not as_json:
+        print("\n" + describe_formats(shown["formats"], is_predicted=asks.flock is not None))
     _check_fits(made)
 
 
@@ -460,7 +489,7 @@ def describe(facts: dict[str, Any], plan: ClusterPlan) -> str:
 
     count = len(plan.nodes)
     lines = [
-        f"{facts['model']}: experts in {facts['format']}, {show_size(facts['expert_bytes_per_token'])} of "
+        f"{facts['model']}: experts in {facts['layers']}; {show_size(facts['expert_bytes_per_token'])} of "
         f"them read for each token, over {count} {'node' if count == 1 else 'nodes'}; "
         "each node's system keeps 1 GiB of its memory",
         "",

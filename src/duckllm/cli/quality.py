@@ -59,7 +59,7 @@ def quality(
         list[str] | None,
         typer.Option(
             help="Layers in another format, as duckllm convert has it: fp8:first,last,mtp, or none; by "
-            "default fp8:mtp in formats of 4 bits.",
+            "default, and beside them, fp8:mtp in formats of 4 bits.",
             show_default=False,
         ),
     ] = None,
@@ -140,6 +140,7 @@ def quality(
     from duckllm.quality.exact import with_exact_experts
     from duckllm.quality.measure import Measurement, Variant
     from duckllm.quality.report import table, to_json
+    from duckllm.quality.texts import check_readable
     from duckllm.quality.variants import FormatFolders
 
     check_environment()
@@ -162,6 +163,8 @@ def quality(
     asks = None if nodes is None else Forecasting(nodes, None, _LONG_CONTEXT, "1", "f32", False)
     if save is not None:
         check_save(save)
+    if text is not None:
+        check_readable("text", text)  # before a checkpoint is converted
     folders = FormatFolders(model, None if keep is None else tuple(keep), importance)
     is_demo = is_demo_model(folders.base)
     if suite and not is_demo:
@@ -221,12 +224,16 @@ def quality(
     if as_json:
         print(json.dumps(outcome))
     else:
-        what = "prompts that ship" if text is None else str(text)
+        shipped = "its own questions and answers" if is_demo else "prompts that ship"
+        what = shipped if text is None else str(text)
         print(
             f"{outcome['model']}: {measured[0].divergence.num_tokens} predictions of {what}; "
-            f"KL divergence from {first} in nats; {cpu_name()}, {available_cores()} cores"
+            f"KL divergence from {measured[0].layers or first} in nats; {cpu_name()}, "
+            f"{available_cores()} cores"
         )
         print("\n".join(table(measured, predicted, measurement.num_questions)))
+        if len(measured) == 1:
+            print(f"nothing was compared: {first} alone; {folders.others}")
     append_line(json.dumps(outcome), save)
 
 

@@ -347,7 +347,8 @@ def _too_little_memory(needs: HostNeeds, cache_bytes: int, what_cache: str) -> C
     if needs.expert_bytes and fixed_bytes - needs.expert_bytes < needs.available_bytes:
         helps.append("workers on other machines")
     if helps:
-        hint = f"{', or '.join(helps)}, {'needs' if helps == [f'a smaller {smaller}'] else 'need'} less here"
+        needs_less = "needs less" if helps == [f"a smaller {smaller}"] else "need less"
+        hint = f"{', or '.join(helps)}{',' if len(helps) > 1 else ''} {needs_less} here"
     else:
         hint = "the host needs a larger memory" + ("" if needs.device.is_cuda else ", or a GPU for its part")
     return ConfigError(

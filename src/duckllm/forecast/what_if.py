@@ -116,9 +116,9 @@ def _host(flock: Flock, setting: Setting) -> list[tuple[str, Flock, Setting]]:
     card = flock.card
     if card is None:
         host = replace(flock.host, read_gb_per_s=1.5 * flock.host.read_gb_per_s)
-        return [("a host that reads half as fast again", replace(flock, host=host), setting)]
+        return [("a host that reads 1.5 times as fast", replace(flock, host=host), setting)]
     faster = Card(card.name, card.vram_gib, 1.5 * card.gb_per_s)
-    return [("a card that reads half as fast again", replace(flock, card=faster), setting)]
+    return [("a card that reads 1.5 times as fast", replace(flock, card=faster), setting)]
 
 
 def _next_link(gbit_per_s: float) -> float | None:

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from duckllm.config import LOSSLESS_FORMATS
 from duckllm.errors import ModelNotFoundError
 from duckllm.weights.architectures import layout_of
 from duckllm.weights.checkpoint import FP8, Checkpoint, is_gguf, load_json, read_quantisation
 from duckllm.weights.e4m3 import scale_shape
 from duckllm.weights.files import model_errors
 from duckllm.weights.formats import FORMATS, LayerFormat, is_lossless, num_stripes
-from duckllm.weights.layer_formats import CONVERTED_FORMATS, LayerNumbers, layer_formats
+from duckllm.weights.layer_formats import CONVERTED_FORMATS, LayerNumbers, in_words, layer_formats
 from duckllm.weights.layout import ConfigReader, ModelLayout, check_bounds
 from duckllm.weights.manifest import MANIFEST_FILE, Manifest
 from duckllm.weights.safetensors_file import DTYPE_BYTES, TensorInfo, read_header
@@ -79,7 +80,7 @@ class Inspection:
         scale_layout: Which weights of an expert share a scale, ``"block"`` or ``"channel"``.
         weight_format: The format of a converted model's experts, or of most, else None.
         layer_formats: That of each layer of a converted model; of a checkpoint the 4-bit formats that hold
-            layers as they are; empty where there is none.
+            layers as they are, of a configuration alone as far as it tells; empty where there is none.
         parts: The host's part, in :data:`ORDER`.
         max_position_embeddings: Its longest context.
         cache_elements_per_token: Numbers that the KV cache holds for one token.
@@ -171,6 +172,21 @@ class Inspection:
         """The layers with experts that a token passes, and with guesses the first that makes them."""
         passed = [layer for layer in self.layout.moe_layers if layer < self.num_hidden_layers]
         return [*passed, self.num_hidden_layers] if drafts else passed
+
+    def formats_in_words(
+        self, weight_format: str, *, drafts: bool = False, keep: Sequence[str] | None = None
+    ) -> str:
+        """``"int4, fp8 in layer 61"``: the workers' layers for people; arguments as of :meth:`formats_in`."""
+        formats = self.formats_in(weight_format, keep)
+        return in_words({layer: formats.get(layer, weight_format) for layer in self._layers(drafts)})
+
+    @property
+    def comparable_formats(self) -> tuple[str, ...]:
+        """Formats to choose from without loss on loss: none where experts are rounded to one already."""
+        stored = [name for name in self.layer_formats.values() if name]
+        if not all(map(is_lossless, stored)):
+            return ()
+        return LOSSLESS_FORMATS if self.weight_format else (*LOSSLESS_FORMATS, "int8", "int4")
 
     def counted_formats(
         self, weight_format: str, *, drafts: bool = False, keep: Sequence[str] | None = None
@@ -307,7 +323,10 @@ def _read_configuration(folder: Path) -> _Found:
     host = _assumed_host(folder, layout, FP8 if is_fp8 else "BF16" if quantisation.packed else wide, wide)
     dtype = quantisation.packed[0].name if quantisation.packed else FP8 if is_fp8 else wide
     kept = "channel" if PER_CHANNEL in quantisation.kinds else "block"
-    return _Found("configuration", layout, host, dtype, kept)
+    format_4_bits = quantisation.expected_format(wide)
+    num_passed = ConfigReader(config).positive("num_hidden_layers") if format_4_bits else 0
+    formats = {layer: format_4_bits for layer in layout.moe_layers if layer < num_passed}
+    return _Found("configuration", layout, host, dtype, kept, layer_formats=formats)
 
 
 def _parts(layout: ModelLayout, tensors: Iterable[TensorInfo], config: ModelConfig) -> tuple[Part, ...]:

@@ -61,7 +61,10 @@ class StoredExperts:
 
     def __init__(self, manifest: Manifest) -> None:
         if not all(map(is_lossless, manifest.layer_formats().values())):
-            expected = "a checkpoint, or a model in " + " or ".join(LOSSLESS_FORMATS)
+            expected = (
+                "a checkpoint of 8 or 16 bits, or a model in " + " or ".join(LOSSLESS_FORMATS) + ": what has "
+                "4 bits already is not rounded, and needs no calibration"
+            )
             raise ConfigError("model", InWords(f"one in {in_words(manifest.layer_formats())}"), expected)
         self._manifest = manifest
         self._files: dict[int, ExpertFile] = {}

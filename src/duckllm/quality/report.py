@@ -13,6 +13,7 @@ from duckllm.config import show_size
 from duckllm.quality.measure import FormatQuality
 
 _NONE = "-"
+_FEW_GUESSES = 100
 
 
 def table(
@@ -38,7 +39,7 @@ def table(
         "perplexity": [_perplexity(each.divergence.perplexity) for each in measured],
     }
     if any(each.num_draft_tokens for each in measured):
-        columns["guesses right"] = [_share(each.acceptance) for each in measured]
+        columns["guesses right"] = [_share(each.acceptance, each.num_draft_tokens) for each in measured]
     if num_questions:
         total = sum(num_questions.values())
         columns["suite"] = [f"{each.num_right}/{total}" for each in measured]
@@ -86,8 +87,10 @@ def _perplexity(value: float) -> str:
     return f"{value:.4f}" if value < 1e4 else f"{value:.3e}"
 
 
-def _share(value: float | None) -> str:
-    return _NONE if value is None else f"{value:.1%}"
+def _share(value: float | None, count: int) -> str:
+    """A share; with what it is of where that is little, and the share hence mostly chance."""
+    few = f" of {count}" if count < _FEW_GUESSES else ""
+    return _NONE if value is None else f"{value:.1%}{few}"
 
 
 def _rate(value: float | None, none: str = _NONE) -> str:

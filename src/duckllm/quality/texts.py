@@ -66,10 +66,19 @@ def shipped_passages(tokenizer: Tokenizer, *, is_demo: bool) -> list[Passage]:
     if not is_demo:
         return read_passages(PROMPTS, tokenizer, window=MIN_WINDOW)
     chats = [[*item.chat, {"role": "assistant", "content": item.answer}] for item in load_suite()]
-    return [_conversation(chat, tokenizer, "suite") for chat in chats]
+    return [_conversation("suite", chat, tokenizer, "suite") for chat in chats]
 
 
-def read_passages(path: Path, tokenizer: Tokenizer, *, window: int) -> list[Passage]:
+def check_readable(field: str, path: Path) -> None:
+    """Refuses a file that is not there or holds no text, before anything else is done.
+
+    Raises:
+        ConfigError: It cannot be read, or is empty, not UTF-8 or too large.
+    """
+    _read(field, path)
+
+
+def read_passages(path: Path, tokenizer: Tokenizer, *, window: int, field: str = "text") -> list[Passage]:
     """The passages of a file.
 
     Args:
@@ -78,19 +87,20 @@ def read_passages(path: Path, tokenizer: Tokenizer, *, window: int) -> list[Pass
             message is the assistant's). Any other file is one text, cut into windows.
         tokenizer: The model's.
         window: Tokens of a window of a text.
+        field: The option that named the file, for errors.
 
     Raises:
         ConfigError: The file cannot be read, or holds something else.
     """
-    data = _read(path)
+    data = _read(field, path)
     if path.suffix != ".jsonl":
-        return _windows(data, tokenizer, window, str(path))
+        return _windows(field, data, tokenizer, window, str(path))
     found = []
     for number, line in enumerate(data.splitlines(), 1):
         if line.strip():
-            found.append(_of_line(line, tokenizer, f"{path}, line {number}"))
+            found.append(_of_line(field, line, tokenizer, f"{path}, line {number}"))
     if not found:
-        raise ConfigError("text", str(path), "a file with a prompt")
+        raise ConfigError(field, str(path), "a file with a prompt")
     return found
 
 
@@ -114,22 +124,22 @@ def spread(passages: Sequence[Passage], most_tokens: int, reply_tokens: int) -> 
     return chosen
 
 
-def _read(path: Path) -> str:
+def _read(field: str, path: Path) -> str:
     try:
         data = path.read_bytes()
         text = data.decode()
     except OSError as error:
-        raise ConfigError("text", str(path), f"a file that can be read ({error.strerror})") from None
+        raise ConfigError(field, str(path), f"a file that can be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
-        raise ConfigError("text", str(path), f"text in UTF-8 (byte {error.start} is none)") from None
+        raise ConfigError(field, str(path), f"text in UTF-8 (byte {error.start} is none)") from None
     if len(data) > _MOST_BYTES:
-        raise ConfigError("text", f"{len(data):,} bytes", f"a file of at most {_MOST_BYTES:,} bytes")
+        raise ConfigError(field, f"{len(data):,} bytes", f"a file of at most {_MOST_BYTES:,} bytes")
     if not text.strip():
-        raise ConfigError("text", str(path), "a file that is not empty")
+        raise ConfigError(field, str(path), "a file that is not empty")
     return text
 
 
-def _windows(text: str, tokenizer: Tokenizer, window: int, where: str) -> list[Passage]:
+def _windows(field: str, text: str, tokenizer: Tokenizer, window: int, where: str) -> list[Passage]:
     """Windows of a text; each begins as the tokenizer begins a text, with BOS where it has one."""
     ids = tokenizer.encode(text)
     begin = ids[:1] if ids[0] == tokenizer.bos_token_id else []
@@ -139,37 +149,37 @@ def _windows(text: str, tokenizer: Tokenizer, window: int, where: str) -> list[P
     if len(pieces) > 1 and len(pieces[-1]) < MIN_WINDOW:  # hardly any context
         pieces.pop()
     if len(pieces[0]) < 2:
-        raise ConfigError("text", where, "a text of two tokens at least")
+        raise ConfigError(field, where, "a text of two tokens at least")
     return [Passage(tuple(each), 1, max(1, len(each) // 2)) for each in pieces]
 
 
-def _of_line(line: str, tokenizer: Tokenizer, where: str) -> Passage:
+def _of_line(field: str, line: str, tokenizer: Tokenizer, where: str) -> Passage:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError("text", where, f"JSON ({error})") from None
+        raise ConfigError(field, where, f"JSON ({error})") from None
     if isinstance(value, dict):
         value = value.get("messages", value.get("prompt"))
     if isinstance(value, str) and value.strip():
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
-        raise ConfigError("text", where, "a string, or an object with prompt or messages")
-    return _conversation(value, tokenizer, where)
+        raise ConfigError(field, where, "a string, or an object with prompt or messages")
+    return _conversation(field, value, tokenizer, where)
 
 
-def _conversation(messages: list[dict[str, Any]], tokenizer: Tokenizer, where: str) -> Passage:
+def _conversation(field: str, messages: list[dict[str, Any]], tokenizer: Tokenizer, where: str) -> Passage:
     """A conversation; open where its last message is not the assistant's."""
     try:
         parsed = as_messages(messages)
         answered = parsed[-1].role == "assistant"
         if answered and len(parsed) < 2:
             raise RequestError("messages: got a reply to nothing, expected a user's message before it")
-        prompt = _prompt(tokenizer, messages[:-1] if answered else messages)
+        prompt = _prompt(field, tokenizer, messages[:-1] if answered else messages)
         if not answered:
             return Passage(tuple(prompt), len(prompt), len(prompt), is_open=True)
         whole = tokenizer.apply_chat_template(messages)
     except RequestError as error:
-        raise ConfigError("text", where, f"messages that the model's template takes ({error})") from None
+        raise ConfigError(field, where, f"messages that the model's template takes ({error})") from None
     first = 0
     while first < min(len(prompt), len(whole)) and prompt[first] == whole[first]:
         first += 1
@@ -179,7 +189,7 @@ def _conversation(messages: list[dict[str, Any]], tokenizer: Tokenizer, where: s
     return Passage(tuple(whole[:last]), first, first)
 
 
-def _prompt(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> list[int]:
+def _prompt(field: str, tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> list[int]:
     """The tokens of a conversation; without a template, of a base model, the last message as text."""
     if tokenizer.chat_template is None:
         return tokenizer.encode(messages[-1]["content"])
@@ -187,5 +197,5 @@ def _prompt(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> list[in
         return list(chat_format(tokenizer).prompt(as_messages(messages)).token_ids)
     except CheckpointError as error:
         raise ConfigError(
-            "text", "a conversation", f"text, for a model without a template ({error})"
+            field, "a conversation", f"text, for a model without a template ({error})"
         ) from None

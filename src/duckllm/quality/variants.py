@@ -81,6 +81,15 @@ class FormatFolders:
             return tuple(name for name in DEFAULTS if is_lossless(name) or not self._is_converted)
         return ()
 
+    @property
+    def others(self) -> str:
+        """Where there are formats beside the reference, for people."""
+        if self._is_converted and not self._is_lossless:
+            return "the checkpoint that this model was made from can be had in each, and its loss measured"
+        if not self._is_lossless:
+            return "this checkpoint's 4 bits are kept, which loses nothing more"
+        return "--formats names others"
+
     def find(self, names: Sequence[str]) -> list[FormatFolder]:
         """The model in each format, converted into the model cache where it is not there.
 

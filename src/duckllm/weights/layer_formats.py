@@ -18,7 +18,7 @@ from duckllm.weights.formats import FORMATS
 QUANTISED_FORMATS = ("int8", "int4", "int4-bf16")
 KEPT_FORMATS = (*LOSSLESS_FORMATS, "int8")  # of layers that --keep names
 CONVERTED_FORMATS = ("auto", *LOSSLESS_FORMATS, *QUANTISED_FORMATS)
-_MTP_IN_FP8 = ("fp8:mtp",)
+_MTP_FORMAT = "fp8"  # of layers of multi-token prediction beside 4 bits, where nothing else is said
 _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 
 
@@ -75,8 +75,9 @@ def layer_formats(
         layers: The model's layers.
         kept: The 4-bit format that holds a layer's experts as the checkpoint has them, empty where none does.
         weight_format: The format asked for; ``"auto"`` keeps 4-bit experts, and makes fp9 of others.
-        keep: Rules such as ``"fp8:first,last,mtp"`` for layers in another format, the last one first; None
-            for ``"fp8:mtp"`` where the format has 4 bits, as guesses need better weights.
+        keep: Rules such as ``"fp8:first,last"`` for layers in another format, of which the last counts.
+            Before them stands ``"fp8:mtp"`` where the format has 4 bits, as guesses need better weights,
+            unless one of them is ``"none"``.
         requantise: Whether 4-bit experts of the checkpoint may be rounded to another format.
 
     Raises:
@@ -89,10 +90,12 @@ def layer_formats(
     formats = {
         layer: (kept.get(layer) or plain) if weight_format == "auto" else plain for layer in layers.moe_layers
     }
-    is_default = keep is None
-    if keep is None:
-        keep = _MTP_IN_FP8 if FORMATS[plain].grouped else ()
-    for rule in keep:
+    rules = list(keep or ())
+    if FORMATS[plain].grouped and "none" not in rules:
+        for layer in layers.mtp:
+            if not kept.get(layer):
+                formats[layer] = _MTP_FORMAT
+    for rule in rules:
         name, _, words = rule.partition(":")
         if rule == "none":
             continue
@@ -101,8 +104,7 @@ def layer_formats(
             raise ConfigError("keep", rule, expected)
         for word in words.split(","):
             for layer in layers.named(word.strip()):
-                if not (is_default and kept.get(layer)):
-                    formats[layer] = name
+                formats[layer] = name
     _refuse(formats, kept, requantise)
     return formats
 
@@ -120,7 +122,7 @@ def _refuse(formats: Mapping[int, str], kept: Mapping[int, str], requantise: boo
                 "format",
                 name,
                 f"auto or {have}, in which the checkpoint has layer {layer}; rounding 4-bit weights again "
-                "loses more, and needs requantise",
+                "loses more, and needs --requantise",
             )
 
 

@@ -59,6 +59,25 @@ class Quantisation:
             raise wrong
         return None
 
+    def expected_format(self, dtype: str) -> str:
+        """The weight format that will hold 4-bit experts as they are, as far as a configuration tells.
+
+        Args:
+            dtype: Type of the weights that are not quantised, as safetensors call it; compressed-tensors has
+                scales of it, GPTQ and AWQ have f16 ones.
+
+        Returns:
+            The format; empty where there are no 4-bit forms, or several, or FP8 beside them.
+        """
+        if len(self.packed) != 1 or (self.method == "compressed-tensors" and self.kinds):
+            return ""
+        (form,) = self.packed
+        if isinstance(form, (MxFp4Blocks, MxFp4PackQuantized)):
+            return "mxfp4"
+        has_zeros = isinstance(form, Awq) or not getattr(form, "symmetric", True)
+        is_bf16 = isinstance(form, PackQuantized) and dtype == "BF16"
+        return "int4" + "-zero" * has_zeros + "-bf16" * is_bf16
+
     @classmethod
     def of(
         cls, where: str, config: Mapping[str, Any], modelopt: Mapping[str, Any] | None = None
