@@ -13,8 +13,8 @@ import pytest
 ORDER = [
     "__main__", "cli", "server", "doctor", "simulate", "forecast", "bench", "quality", "llm",
     "conversation", "plan", "tracing", "assembly", "engine", "models", "layers", "kernels", "moe",
-    "transport", "worker", "cluster", "weights", "demo", "text", "outputs", "sampling_params", "device",
-    "config", "prefill", "errors",
+    "transport", "node_image", "worker", "cluster", "weights", "demo", "text", "outputs", "sampling_params",
+    "device", "config", "prefill", "errors",
 ]  # fmt: skip
 LEAVES = {
     "text",

@@ -105,19 +105,29 @@ def test_plan_says_how_fast_and_what_repeats(demo_folder: Path) -> None:
 def test_plan_asks_running_workers(demo_folder: Path, tmp_path: Path) -> None:
     with (
         running_worker(tmp_path, "--speed", "12.5", token="t") as first,
-        running_worker(tmp_path, "--speed", "37.5", token="t", DUCK_FORCE_ISA="scalar") as second,
+        running_worker(
+            tmp_path, "--speed", "37.5", "--no-cache", token="t", DUCK_FORCE_ISA="scalar"
+        ) as second,
     ):
         (tmp_path / "token").write_text("t")
         (tmp_path / "token").chmod(0o600)
         addresses = f"{first.address},{second.address}"
         rest = ("--workers", addresses, "--token-file", tmp_path / "token", "--host-speed", "20", "--json")
         facts = json.loads(run("plan", demo_folder, *rest))
+        said = run("plan", demo_folder, *rest[:-1])
         with pytest.raises(AuthenticationError, match="this worker has one and the host has none"):
             run("plan", demo_folder, "--workers", addresses)
     rows = facts["workers"]
     assert [(row["stripes"], row["read_gb_per_s"]) for row in rows] == [(2, 12.5), (6, 37.5)]
     assert [row["node"] for row in rows] == [str(first.address), str(second.address)]
     assert rows[1]["isa"] == "scalar"
+    assert [row["keeps_weights"] for row in rows] == [True, False]
+    [line] = [line for line in said.splitlines() if line.startswith("no disk keeps weights")]
+    assert f"at {second.address}: " in line
+    assert str(first.address) not in line
+    sent = re.search(r"start of its worker, ([0-9.]+) MiB in all", line)
+    assert sent is not None
+    assert float(sent[1]) == pytest.approx(rows[1]["weight_bytes"] / 2**20, abs=0.01)
     assert 0 < rows[0]["have_bytes"] < psutil.virtual_memory().total
     for row in rows:
         assert row["step_us"] > row["round_trip_us"] > 1

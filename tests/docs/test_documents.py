@@ -69,7 +69,7 @@ def test_commands_exist(path: Path) -> None:
 
 
 # Verbs that have verbs of their own.
-GROUPS = ("bench",)
+GROUPS = ("bench", "node-image")
 _HELP: dict[tuple[str, ...], str] = {}
 
 
@@ -87,7 +87,7 @@ def help_of(*verb: str) -> str:
 def test_a_list_of_commands_says_what_each_does_to_the_end(verb: tuple[str, ...]) -> None:
     """Typer ends what is too long with three dots."""
     listed = help_of(*verb).partition("Commands:\n")[2].splitlines()
-    assert len(listed) >= 3
+    assert len(listed) >= 2
     assert [line for line in listed if line.endswith("...")] == []
 
 

@@ -49,6 +49,7 @@ def test_a_worker_says_its_speed_its_memory_and_the_time(tmp_path: Path) -> None
         connection.close()
     info = connection.info
     assert info.read_gb_per_s == 3.5
+    assert info.keeps_weights
     assert 0 < (info.available_bytes or 0) <= psutil.virtual_memory().total
     assert abs(info.clock_offset_s or 1.0) <= info.clock_error_s + 0.01
     assert not (tmp_path / "cache").exists()  # told, not measured

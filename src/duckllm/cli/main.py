@@ -25,6 +25,7 @@ from duckllm.cli import trace as trace_verb
 from duckllm.cli.bench import bench
 from duckllm.cli.convert import convert
 from duckllm.cli.inspect import inspect
+from duckllm.cli.node_image import node_image
 from duckllm.cli.plan import plan
 from duckllm.cli.terminal import printable, wrapped
 from duckllm.cli.worker import worker
@@ -108,6 +109,8 @@ app.command("doctor", short_help=_DOCTOR, epilog=doctor_verb.EXAMPLES)(doctor_ve
 _TRACE = "Say where the time of a traced run went, with heat maps."
 app.command("trace", short_help=_TRACE, epilog=trace_verb.EXAMPLES)(trace_verb.trace)
 app.command("worker", epilog=_WORKER_EXAMPLES)(worker)
+_NODE_IMAGE = "Build and hand out the bootable image of a node."
+app.add_typer(node_image, name="node-image", short_help=_NODE_IMAGE)
 app.add_typer(bench, short_help="Measure a machine, kernels, a model, a server.")
 
 

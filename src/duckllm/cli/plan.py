@@ -465,6 +465,7 @@ def facts_of(path: str, plan: ClusterPlan) -> dict[str, Any]:
                 "isa": node.node.isa,
                 "round_trip_us": node.node.round_trip_us,
                 "step_us": node.step_us,
+                "keeps_weights": node.node.keeps_weights,
                 "fits": node.fits,
             }
             for node in plan.nodes
@@ -497,6 +498,7 @@ def describe(facts: dict[str, Any], plan: ClusterPlan) -> str:
         "",
         *_describe_host(plan.host),
         *_describe_speed(plan),
+        *_describe_starts(plan),
     ]
     repeats = words_on_repeats([node.node.isa for node in plan.nodes])
     return "\n".join([*lines, repeats] if repeats else lines)
@@ -527,6 +529,20 @@ def _describe_host(host: HostPlan) -> list[str]:
         "",
         f"host: {show_size(memory.need_bytes)}: {show_size(memory.embedding_bytes)} of weights, "
         f"the process itself{have}",
+    ]
+
+
+def _describe_starts(plan: ClusterPlan) -> list[str]:
+    """What has to come over the network at each start, where workers keep nothing on a disk."""
+    without = [node for node in plan.nodes if not node.node.keeps_weights]
+    if not without:
+        return []
+    names = ", ".join(node.node.name for node in without)
+    num_bytes = sum(node.weight_bytes for node in without)
+    return [
+        f"no disk keeps weights at {names}: unless it has a copy or reaches the host's folder, its slice "
+        f"comes over the network at each start of its worker, {show_size(num_bytes)} in all: at least "
+        f"{num_bytes * 8 / 1e9:.0f} s through 1 Gbit/s of the host"
     ]
 
 

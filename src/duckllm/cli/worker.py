@@ -107,6 +107,14 @@ def worker(
         Path | None,
         typer.Option(help="File that holds the cluster token (else $DUCKLLM_CLUSTER_TOKEN)."),
     ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An address that may connect, beside this machine's own; may be given several times. "
+            "Without it any that has the token.",
+            show_default=False,
+        ),
+    ] = None,
     handshake_timeout_s: Annotated[
         float, typer.Option(help="From accepting a connection to its complete plan.")
     ] = 10.0,
@@ -143,6 +151,7 @@ def worker(
         cache_bytes=None if cache_bytes is None else parse_size("cache_bytes", cache_bytes),
         speed=speed,
         copy=copy,
+        allow=tuple(allow or ()),
         token=read_token(token_file),
         exit_with_stdin=exit_with_stdin,
         handshake_timeout_s=handshake_timeout_s,

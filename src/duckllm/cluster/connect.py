@@ -50,6 +50,7 @@ class WorkerInfo:
         clock_offset_s: How far its clock is ahead of this host's; None where it does not say.
         clock_error_s: By how much that may be wrong, half of the round trip.
         name: What its node goes by; empty where it does not say.
+        keeps_weights: Whether weights that a host sends stay on its disk; what does not say so, keeps them.
         first_stripe: First stripe of its slice.
         num_stripes: Stripes of its slice; 0 before it is prepared.
         weight_format: Format that it computes in; empty before it is prepared.
@@ -69,6 +70,7 @@ class WorkerInfo:
     clock_offset_s: float | None = None
     clock_error_s: float = 0.0
     name: str = ""
+    keeps_weights: bool = True
     first_stripe: int = 0
     num_stripes: int = 0
     weight_format: str = ""
@@ -248,6 +250,7 @@ class Connection:
             clock_offset_s=None if worker_s is None else worker_s - (sent_s + error_s),
             clock_error_s=error_s,
             name="" if answer.get("node_name") is None else _text(answer, "node_name", peer),
+            keeps_weights=answer.get("keeps_weights") is not False,
         )
 
     def _guarded(self, action: Callable[[float], T], timeout_s: float) -> T:

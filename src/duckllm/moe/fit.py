@@ -120,6 +120,7 @@ class Node:
         gb_per_s: What it reads from memory; None where that is unknown.
         isa: Its instruction set; empty where that is unknown.
         round_trip_us: A message to it and back; None where that is unknown.
+        keeps_weights: Whether weights that a host sends stay on its disk.
     """
 
     name: str
@@ -127,6 +128,7 @@ class Node:
     gb_per_s: float | None = None
     isa: str = ""
     round_trip_us: float | None = None
+    keeps_weights: bool = True
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,7 @@ def nodes_of(
             worker.read_gb_per_s,
             worker.isa,
             round_trip_us,
+            worker.keeps_weights,
         )
         for worker, name, round_trip_us in zip(workers, names, round_trips_us, strict=True)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +44,7 @@ class WorkerConfig:
             token.
         node_name: The name that this node goes by; None for the system's, up to its first dot.
         token: The cluster token, text that UTF-8 can hold; needed beyond loopback.
+        allow: Addresses that may connect, beside this machine's own; empty for any.
         shared_memory: Inherited descriptors of memory that a host shares with this worker: the memory, the
             host's bell, this worker's; empty for none.
         exit_with_stdin: Whether to leave when standard input ends.
@@ -69,6 +71,7 @@ class WorkerConfig:
     announce: bool = False
     node_name: str | None = None
     token: str | None = None
+    allow: tuple[str, ...] = ()
     shared_memory: tuple[int, ...] = ()
     exit_with_stdin: bool = False
     handshake_timeout_s: float = 10.0
@@ -106,6 +109,11 @@ class WorkerConfig:
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(field, getattr(self, field), "True or False")
         self._check_cache()
+        for address in self.allow:
+            try:
+                ipaddress.ip_address(address)
+            except ValueError:
+                raise ConfigError("allow", address, "an address like 10.0.0.10") from None
         if not isinstance(self.token, str | None):
             raise ConfigError("token", InWords(type(self.token).__name__), "text, or None")
         if self.token is not None and not is_utf8(self.token):
@@ -123,6 +131,15 @@ class WorkerConfig:
         for field in ("cache_dir", "cache_bytes"):
             if not self.cache and getattr(self, field) is not None:
                 raise ConfigError(field, getattr(self, field), "nothing without a cache", "--no-cache")
+
+    def lets_in(self, peer: str) -> bool:
+        """Whether who connects from this address may."""
+        if not self.allow:
+            return True
+        address = ipaddress.ip_address(peer.partition("%")[0])
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+            address = address.ipv4_mapped
+        return address.is_loopback or address in map(ipaddress.ip_address, self.allow)
 
     @property
     def resolved_listen(self) -> str:

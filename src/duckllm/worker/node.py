@@ -38,6 +38,7 @@ def hello_facts(config: WorkerConfig, instructions: str, read_gb_per_s: float | 
         "available_bytes": memory_for_experts(),
         "read_gb_per_s": read_gb_per_s,
         "unix_time_s": time.time(),
+        "keeps_weights": config.cache,
     }
 
 

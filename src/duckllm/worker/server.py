@@ -123,6 +123,10 @@ class WorkerServer:
             time.sleep(0.1)  # out of descriptors: others must end first
             return
         peer = str(Address(*peer_address[:2]))
+        if not self._config.lets_in(peer_address[0]):
+            text = "this worker takes no connections from that address"
+            self._refuse(connection, peer, text, ErrorCode.AUTHENTICATION)
+            return
         with contextlib.suppress(OSError):  # gone already
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._guard:
@@ -140,9 +144,11 @@ class WorkerServer:
                 del self._connections[connection]
             self._refuse(connection, peer, "busy: this worker can start no further thread")
 
-    def _refuse(self, connection: socket.socket, peer: str, text: str) -> None:
+    def _refuse(
+        self, connection: socket.socket, peer: str, text: str, code: ErrorCode = ErrorCode.BUSY
+    ) -> None:
         with contextlib.suppress(OSError):
-            connection.send(_native.encode_error_frame(ErrorCode.BUSY, text), socket.MSG_DONTWAIT)
+            connection.send(_native.encode_error_frame(code, text), socket.MSG_DONTWAIT)
         connection.close()
         self._log(f"{peer}: refused: {text}")
 

@@ -1,0 +1,66 @@
+"""What runs and listens on a node, and what memory is used, from /proc.
+
+Called by :mod:`duckllm.node_image.init`, which writes it to the console: nobody can look by a shell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from pathlib import Path
+
+_LISTENING, _UNCONNECTED = "0A", "07"  # states of TCP and UDP sockets in /proc/net
+
+
+def used_memory_bytes(root: Path = Path("/")) -> int:
+    """Memory that nobody could have: all that the kernel manages, less what is available."""
+    values = {}
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        values[name] = int(value.split()[0]) * 1024
+    return values["MemTotal"] - values["MemAvailable"]
+
+
+def describe_processes(root: Path = Path("/")) -> str:
+    """Every process but the kernel's own: number, first words, memory of its own."""
+    found = []
+    for path in sorted((root / "proc").glob("[0-9]*"), key=lambda path: int(path.name)):
+        with contextlib.suppress(OSError, IndexError):  # ended meanwhile
+            words = (path / "cmdline").read_text().rstrip("\0").split("\0")
+            if words == [""]:
+                continue  # a thread of the kernel
+            status = (path / "status").read_text()
+            resident_kb = int(status.partition("RssAnon:")[2].split()[0])
+            name = " ".join([Path(words[0]).name, *words[1:]][:4])
+            found.append(f"{path.name} {name} ({resident_kb / 1000:.0f} MB)")
+    return "; ".join(found)
+
+
+def describe_ports(root: Path = Path("/")) -> str:
+    """Every socket to which others could send without having been asked: protocol, address and port."""
+    found = set()
+    for name, state in (
+        ("tcp", _LISTENING),
+        ("tcp6", _LISTENING),
+        ("udp", _UNCONNECTED),
+        ("udp6", _UNCONNECTED),
+    ):
+        path = root / "proc/net" / name
+        if not path.exists():
+            continue
+        for line in path.read_text().splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == state:
+                found.add(f"{name} {_address(columns[1])}")
+    return "; ".join(sorted(found)) or "none"
+
+
+def _address(text: str) -> str:
+    number, _, port = text.partition(":")
+    if len(number) == 8:
+        shown = socket.inet_ntoa(struct.pack("<I", int(number, 16)))
+    else:
+        words = struct.pack("<4I", *(int(number[at : at + 8], 16) for at in range(0, 32, 8)))
+        shown = f"[{socket.inet_ntop(socket.AF_INET6, words)}]"
+    return f"{shown}:{int(port, 16)}"

@@ -1,0 +1,163 @@
+"""What a node does with its machine, on folders that stand in for /proc and /sys."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from pathlib import Path
+
+import pytest
+
+from duckllm.node_image.dhcp_event import commands, lease
+from duckllm.node_image.facts import describe_ports, describe_processes, used_memory_bytes
+from duckllm.node_image.network import clock_offset, host_name, wired_interfaces
+from duckllm.node_image.tuning import make_room, tune
+from duckllm.node_image.watchdog import Restarts, answers
+from worker_harness import running_worker
+
+
+def write(root: Path, name: str, text: str) -> Path:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_tuning_sets_what_is_there_and_names_what_is_not(tmp_path: Path) -> None:
+    write(tmp_path, "proc/swaps", "Filename Type Size Used Priority\n")
+    write(tmp_path, "proc/meminfo", "MemTotal: 16000000 kB\n")
+    reserve = write(tmp_path, "proc/sys/vm/min_free_kbytes", "67584")
+    interval = write(tmp_path, "proc/sys/vm/stat_interval", "1")
+    huge = write(tmp_path, "sys/kernel/mm/transparent_hugepage/enabled", "")
+    governors = [
+        write(tmp_path, f"sys/devices/system/cpu/cpu{core}/cpufreq/scaling_governor", "") for core in (0, 1)
+    ]
+    interrupts = [write(tmp_path, f"proc/irq/{number}/smp_affinity", "") for number in (1, 24)]
+    write(tmp_path, "proc/irq/25/other", "")
+    write(tmp_path, "sys/devices/system/cpu/isolated", "1-3\n")
+    said = " ".join(tune(tmp_path))
+    assert interval.read_text() == "30"
+    assert reserve.read_text() == "16000"  # the square root of 16 times the memory, as the kernel has it
+    assert huge.read_text() == "madvise"
+    assert [path.read_text() for path in governors] == ["performance", "performance"]
+    assert [path.read_text() for path in interrupts] == ["1", "1"]
+    assert "performance governor on 2 cores" in said
+    assert "2 of 2 interrupts on core 0, isolated cores: 1-3" in said
+    assert "not here: " in said
+    assert "tcp_rto_min_us" in said
+    assert "stat_interval" not in said
+    assert "no swap" in said
+
+
+def test_room_is_made_by_dropping_caches_and_compaction(tmp_path: Path) -> None:
+    paths = [write(tmp_path, f"proc/sys/vm/{name}", "") for name in ("drop_caches", "compact_memory")]
+    make_room(tmp_path)
+    assert [path.read_text() for path in paths] == ["3", "1"]
+
+
+def test_cards_are_wired_ethernet_with_a_device(tmp_path: Path) -> None:
+    for name, kind, radio in (
+        ("eth1", "1", False),
+        ("eth0", "1", False),
+        ("wlan0", "1", True),
+        ("ib0", "32", False),
+    ):
+        write(tmp_path, f"sys/class/net/{name}/type", f"{kind}\n")
+        write(tmp_path, f"sys/class/net/{name}/device/vendor", "")
+        write(tmp_path, f"sys/class/net/{name}/address", f"52:54:00:00:00:0{name[-1]}\n")
+        if radio:
+            write(tmp_path, f"sys/class/net/{name}/wireless/x", "")
+    write(tmp_path, "sys/class/net/lo/type", "772\n")
+    assert wired_interfaces(tmp_path) == ["eth0", "eth1"]
+    assert host_name(tmp_path) == "duck-525400000000"
+
+
+def test_what_a_lease_asks_for() -> None:
+    facts = {
+        "interface": "eth0",
+        "ip": "10.0.0.5",
+        "mask": "23",
+        "router": "10.0.0.1 10.0.0.2",
+        "ntpsrv": "10.0.0.9",
+    }
+    address, route = commands("bound", facts)
+    assert address == ["addr", "replace", "10.0.0.5/23", "broadcast", "+", "dev", "eth0"]
+    assert route == ["route", "replace", "default", "via", "10.0.0.1", "dev", "eth0"]
+    assert commands("deconfig", {"interface": "eth0"})[-1] == ["addr", "flush", "dev", "eth0"]
+    assert commands("leasefail", {"interface": "eth0"}) == []
+    assert lease(facts) == {"interface": "eth0", "address": "10.0.0.5/23", "time_servers": ["10.0.0.9"]}
+
+
+def answer_of(received: float, sent: float, *, mode: int = 4, leap: int = 0, stratum: int = 2) -> bytes:
+    def moment(seconds: float) -> tuple[int, int]:
+        whole = int(seconds)
+        return whole + 2_208_988_800, int((seconds - whole) * 2**32)
+
+    head = bytes([leap << 6 | 4 << 3 | mode, stratum])
+    return head + bytes(30) + struct.pack("!4I", *moment(received), *moment(sent))
+
+
+def test_the_clock_moves_by_the_middle_of_both_ways() -> None:
+    # Ours is 100 s behind; the way there takes 0.25 s, the work 0.5 s, the way back 0.25 s.
+    answer = answer_of(1100.25, 1100.75)
+    assert clock_offset(answer, 1000.0, 1001.0) == pytest.approx(100.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", answer_of(1, 1, mode=3), answer_of(1, 1, leap=3), answer_of(1, 1, stratum=0), answer_of(1, 1)[:47]],
+)
+def test_servers_that_do_not_know_the_time_are_not_believed(answer: bytes) -> None:
+    with pytest.raises(OSError, match="does not know"):
+        clock_offset(answer, 0.0, 1.0)
+
+
+def test_ports_are_those_that_take_what_was_not_asked_for(tmp_path: Path) -> None:
+    head = "  sl  local_address rem_address   st\n"
+    tcp = head + "   0: 00000000:1CF3 00000000:0000 0A\n   1: 0100007F:1CF3 0100007F:8000 01\n"
+    write(tmp_path, "proc/net/tcp", tcp)
+    write(tmp_path, "proc/net/udp", head + "   0: 00000000:14E9 00000000:0000 07\n")
+    write(tmp_path, "proc/net/tcp6", head + "   0: 00000000000000000000000001000000:0016 0:0 0A\n")
+    assert describe_ports(tmp_path) == "tcp 0.0.0.0:7411; tcp6 [::1]:22; udp 0.0.0.0:5353"
+
+
+def test_processes_are_those_with_a_command(tmp_path: Path) -> None:
+    write(tmp_path, "proc/2/cmdline", "")
+    write(tmp_path, "proc/2/status", "Name: kthreadd\n")
+    write(tmp_path, "proc/10/cmdline", "/usr/bin/python3\0-I\0-m\0duckllm.worker\0--json\0")
+    write(tmp_path, "proc/10/status", "RssAnon:\t   20480 kB\n")
+    write(tmp_path, "proc/9/cmdline", "/sbin/init\0")
+    write(tmp_path, "proc/9/status", "RssAnon:\t   1000 kB\n")
+    assert describe_processes(tmp_path) == "9 init (1 MB); 10 python3 -I -m duckllm.worker (20 MB)"
+
+
+def test_used_memory_is_what_nobody_could_have(tmp_path: Path) -> None:
+    write(tmp_path, "proc/meminfo", "MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 400 kB\n")
+    assert used_memory_bytes(tmp_path) == 600 * 1024
+
+
+def test_the_node_starts_again_after_too_many_ends_in_a_window() -> None:
+    restarts = Restarts(most=3, window_s=100)
+    assert [restarts.ended(now) for now in (0, 10, 20)] == [True, True, True]
+    assert not restarts.ended(30)
+    spread = Restarts(most=3, window_s=100)
+    assert all(spread.ended(now) for now in range(0, 2000, 40))
+
+
+def test_a_worker_answers_and_hears_of_no_fault(tmp_path: Path) -> None:
+    with running_worker(tmp_path, token="secret") as worker:
+        assert answers(worker.address.port, has_token=True, timeout_s=20.0)
+        assert "failed" not in worker.log()
+
+
+def test_who_only_listens_gives_no_sign_of_life() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert not answers(port, has_token=True, timeout_s=0.2)
+        closer = threading.Thread(target=lambda: listener.accept()[0].close())
+        closer.start()
+        listener.accept()[0].close()  # the first asker's, which waited in the queue
+        assert not answers(port, has_token=True, timeout_s=5.0)
+        closer.join()
+    assert not answers(port, has_token=True, timeout_s=0.2)

@@ -1,0 +1,168 @@
+"""Images: what is chosen, and bytes that depend on content alone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from duckllm.errors import ConfigError
+from duckllm.node_image import build
+from duckllm.node_image.build import BuildError, BuildOptions, epoch_from_environment, run
+from duckllm.node_image.packages import (
+    choose_modules,
+    module_name,
+    read_dependencies,
+    suite_for,
+    wanted_modules,
+)
+from duckllm.node_image.tree import compile_library, settle
+
+DEPENDENCIES = """\
+kernel/net/core/a.ko:
+kernel/drivers/net/igc.ko: kernel/drivers/ptp/ptp.ko kernel/drivers/pps/pps-core.ko
+kernel/drivers/ptp/ptp.ko: kernel/drivers/pps/pps-core.ko
+kernel/drivers/pps/pps-core.ko:
+kernel/fs/nls/nls_iso8859-1.ko.xz:
+"""
+
+
+def needs(*programs: str) -> pytest.MarkDecorator:
+    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+    missing = [name for name in programs if shutil.which(name, path=path) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
+
+
+def test_modules_come_with_what_they_need() -> None:
+    dependencies = read_dependencies(DEPENDENCIES)
+    chosen, missing = choose_modules(["igc", "nls-iso8859-1", "nothing"], dependencies)
+    assert chosen == [
+        "kernel/drivers/net/igc.ko",
+        "kernel/drivers/pps/pps-core.ko",
+        "kernel/drivers/ptp/ptp.ko",
+        "kernel/fs/nls/nls_iso8859-1.ko.xz",
+    ]
+    assert missing == ["nothing"]
+    assert module_name("kernel/x/snd-hda.ko.zst") == "snd_hda"
+
+
+def test_a_keyboard_only_where_there_is_a_shell() -> None:
+    assert set(wanted_modules(True)) - set(wanted_modules(False)) == {"usbhid", "hid_generic"}
+    names = wanted_modules(True)
+    assert len(names) == len(set(names))
+
+
+def test_the_release_is_that_of_this_python() -> None:
+    assert (suite_for((3, 11)), suite_for((3, 13))) == ("bookworm", "trixie")
+    with pytest.raises(ConfigError, match=r"got 3\.12, expected 3\.11 \(bookworm\) or 3\.13"):
+        suite_for((3, 12))
+
+
+def test_the_time_of_files_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
+    assert epoch_from_environment() == 1767225600
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "12")
+    assert epoch_from_environment() == 12
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "today")
+    with pytest.raises(ConfigError, match="SOURCE_DATE_EPOCH"):
+        epoch_from_environment()
+
+
+def make_tree(root: Path, names: list[str], mode: int) -> None:
+    """The same content, made in another order, by somebody with another umask, at another time."""
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# {Path(name).name}\nvalue = {{'a', 'b', 'c', 'd'}}\n")
+        path.chmod(mode | (0o100 if name == "init" else 0))
+    (root / "link").symlink_to("init")
+
+
+NAMES = ["init", "usr/lib/one.py", "usr/lib/deep/two.py", "etc/three"]
+
+
+@needs("cpio", "zstd", "mksquashfs")
+def test_archives_depend_on_content_alone(tmp_path: Path) -> None:
+    hashes = set()
+    for number, (names, mode) in enumerate(((NAMES, 0o600), (NAMES[::-1], 0o664))):
+        root = tmp_path / f"somewhere{number}" / "root"
+        make_tree(root, names, mode)
+        compile_library(root)
+        settle(root, 1_000_000_000)
+        squashed, archive = tmp_path / f"{number}.squashfs", tmp_path / f"{number}.cpio"
+        build._pack_root(root, squashed, 1_000_000_000)
+        build._pack_initramfs(root, archive)
+        hashes.add(tuple(hashlib.sha256(path.read_bytes()).digest() for path in (squashed, archive)))
+    assert len(hashes) == 1
+    listed = subprocess.run(
+        f"zstd -dc {archive} | cpio -tv --quiet --numeric-uid-gid",
+        shell=True,
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout
+    assert "usr/lib/deep/__pycache__/two." in listed
+    assert all(line.split()[2:4] == ["0", "0"] for line in listed.splitlines())
+    (root / "etc/three").write_text("other")
+    settle(root, 1_000_000_000)
+    build._pack_initramfs(root, archive)
+    assert hashlib.sha256(archive.read_bytes()).digest() not in {pair[1] for pair in hashes}
+
+
+@needs("mformat", "mcopy", "sfdisk")
+def test_the_usb_form_depends_on_content_alone_and_holds_the_settings(tmp_path: Path) -> None:
+    hashes = set()
+    for number in range(2):
+        debian, ready, work = (tmp_path / f"{number}" / name for name in ("debian", "ready", "work"))
+        loader = debian / "usr/lib/systemd/boot/efi/systemd-bootx64.efi"
+        for path, content in (
+            (loader, b"loader"),
+            (ready / "vmlinuz", b"kernel" * 1000),
+            (ready / "initrd.img", b"initramfs" * 100_000),
+        ):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        work.mkdir()
+        build._pack_usb(debian, ready, 'token = "abc"\n', 1_000_000_000, work)
+        hashes.add(hashlib.sha256((ready / "usb.img").read_bytes()).hexdigest())
+    assert len(hashes) == 1
+    volume = f"{ready / 'usb.img'}@@{1 << 20}"
+    shown = {
+        name: run(["mtype", "-i", volume, f"::{name}"])
+        for name in ("node.toml", "EFI/BOOT/BOOTX64.EFI", "loader/entries/node.conf")
+    }
+    assert shown["node.toml"] == 'token = "abc"\n'
+    assert shown["EFI/BOOT/BOOTX64.EFI"] == "loader"
+    assert "initrd /initrd.img" in shown["loader/entries/node.conf"]
+    assert "DUCKLLM" in run(["mlabel", "-s", "-i", volume, "::"])
+
+
+def test_a_program_that_fails_is_named_with_its_last_line() -> None:
+    with pytest.raises(BuildError, match="exit status 3: second"):
+        run([sys.executable, "-c", "import sys; print('first\\nsecond', file=sys.stderr); sys.exit(3)"])
+
+
+def test_missing_programs_are_named_with_their_packages(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(build, "PROGRAMS", {"no-such-program": "its-package", "sh": "dash"})
+    with pytest.raises(ConfigError, match=r"no no-such-program.*apt-get install its-package\)"):
+        build.build(tmp_path / "out", BuildOptions(), lambda line: None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_wrong_node_toml_is_found_before_anything_is_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(build, "PROGRAMS", {})
+    monkeypatch.setattr(build, "suite_for", lambda version: "bookworm")
+    config = tmp_path / "node.toml"
+    config.write_text("port = 0\n")
+    with pytest.raises(ConfigError, match="port: got 0"):
+        build.build(tmp_path / "out", BuildOptions(config=config), lambda line: None)
+    assert not (tmp_path / "out").exists()
