@@ -70,14 +70,14 @@ RoundingSums quantise_int8_blocks(const float* weights, size_t rows, size_t colu
       for (size_t row = first_row; row < end_row; ++row) {
         const float* from = weights + row * columns;
         uint8_t* to = codes + row * columns;
-        float errors = 0.0f, sources = 0.0f;
+        double errors = 0.0, sources = 0.0;  // squares may be beyond f32, or 0 in it
         uint32_t flushed = 0;
         for (size_t column = first_column; column < end_column; ++column) {
           const float q = (from[column] / scale + kRounder) - kRounder;
           to[column] = static_cast<uint8_t>(static_cast<int32_t>(q) + kInt8CodeOfZero);
           const float error = std::fabs(q * scale - from[column]);
-          errors += error * error;
-          sources += from[column] * from[column];
+          errors += static_cast<double>(error) * error;
+          sources += static_cast<double>(from[column]) * from[column];
           worst = error > worst ? error : worst;
           flushed += q == 0.0f && from[column] != 0.0f;
         }

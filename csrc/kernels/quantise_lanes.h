@@ -99,8 +99,10 @@ struct GroupSearch {
       codes[i] = __builtin_convertvector(q, Ints) + 8;
       Floats error = q * scale - w;
       error = choose(error < 0.0f, -error, error);
-      errors += error * error;
-      sources += w * w;
+      // In units of the largest weight: squares of weights themselves may be beyond f32, or 0 in it.
+      const Floats share = error / largest;
+      errors += share * share;
+      sources += parts[i] * parts[i];
       worst = choose(error > worst, error, worst);
       flushed -= (q == 0.0f) & (w != 0.0f);
     }
@@ -109,8 +111,9 @@ struct GroupSearch {
       for (size_t i = 0; i < size; ++i) to[i] = static_cast<uint8_t>(codes[i][lane]);
       const float top = largest[lane] < 0.0f ? -largest[lane] : largest[lane];
       const float relative = worst[lane] / top;
-      sums.squared_error += errors[lane];
-      sums.squared_source += sources[lane];
+      const double unit = static_cast<double>(top) * top;
+      sums.squared_error += errors[lane] * unit;
+      sums.squared_source += sources[lane] * unit;
       sums.max_relative = relative > sums.max_relative ? relative : sums.max_relative;
       sums.flushed += static_cast<uint32_t>(flushed[lane]);
     }

@@ -7,6 +7,7 @@ import pytest
 from test_grouped_formats import GROUPED, random_quantised
 
 from duckllm import _native
+from duckllm.weights.e4m3 import dequantise, quantise_blocks, quantise_rows
 from duckllm.weights.grouped import QuantisedExpert, pack_quantised_expert, scale_values
 from duckllm.weights.pack import pack_quantised
 from duckllm.weights.rounding import (
@@ -131,9 +132,40 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match=r"importance: got 0\.0000"):
         _native.quantise_int4_groups(good, 32, "f16", np.array([1, 0, 1], np.float32))
     large = np.full((16, 32), 1e7, np.float32)
-    with pytest.raises(ValueError, match=r"got weights up to 1e\+07, beyond scales of f16"):
+    with pytest.raises(ValueError, match=r"gate: got weights up to 1e\+07, beyond scales of f16, expected int4-bf16"):
         quantise_int4((large, large, large.T.copy()), "int4")
     assert quantise_int4((large, large, large.T.copy()), "int4-bf16")[1].rms_relative < 0.01
+
+
+def test_weights_that_scales_of_f16_would_make_nothing_of_are_refused() -> None:
+    weights = weights_of("gauss", 16, 32)
+    small = weights * np.float32(1e-7)
+    with pytest.raises(ValueError, match=r"down: got weights up to .*e-07, below scales of f16, expected int4-bf16"):
+        quantise_int4((weights, weights, small.T.copy()), "int4")
+    assert quantise_int4((small, small, small.T.copy()), "int4-bf16")[1].rms_relative < 0.09
+    nothing = np.zeros((16, 32), np.float32)
+    assert quantise_int4((nothing, nothing, nothing.T.copy()), "int4")[1].flushed == 0
+    little = weights * np.float32(1e-5)  # the least that is taken is rounded as others are
+    assert quantise_int4((little, little, little.T.copy()), "int4")[1].rms_relative < 0.09
+
+
+@pytest.mark.parametrize("factor", [1e-42, 1e-30, 1e-20, 1e20, 3e37])
+def test_errors_of_very_small_and_very_large_weights_are_numbers(factor: float) -> None:
+    """Their squares are beyond f32, or 0 in it."""
+    weights = weights_of("gauss", 40, 96) * np.float32(factor)
+    size = np.sum(weights.astype(np.float64) ** 2)
+    codes, scales, sums = _native.quantise_int8_blocks(weights)
+    wide = (codes.astype(np.float64) - 128) * scales.astype(np.float64)
+    assert sums[:2] == pytest.approx((np.sum((wide - weights) ** 2), size), rel=1e-4)
+    for isa in _native.available_isas():
+        codes, words, sums = _native.quantise_int4_groups(weights, 32, "bf16", isa=isa)
+        wide = (codes.astype(np.float64) - 8) * np.repeat(scale_values(words, "bf16"), 32, 1)
+        assert sums[:2] == pytest.approx((np.sum((wide - weights) ** 2), size), rel=1e-4)
+    for quantise in (quantise_blocks, quantise_rows):
+        codes, scales, error = quantise(weights)
+        distance = dequantise(codes, scales).astype(np.float64) - weights
+        assert error.squared_error == pytest.approx(np.sum(distance**2), rel=1e-6)
+        assert error.squared_source == pytest.approx(size, rel=1e-6)
 
 
 def test_an_expert_in_int8_and_int4() -> None:

@@ -198,8 +198,8 @@ def quantisation_error(weights: F32, codes: U8, scales: F32) -> QuantisationErro
     is_normal = size >= expand_scales(scales * np.float32(2.0**-6), *weights.shape)
     relative = np.divide(distance, size, out=np.zeros_like(size), where=is_normal & (size > 0))
     return QuantisationError(
-        squared_error=float(np.sum(np.square(distance), dtype=np.float64)),
-        squared_source=float(np.sum(np.square(size), dtype=np.float64)),
+        squared_error=float(np.sum(np.square(distance, dtype=np.float64))),
+        squared_source=float(np.sum(np.square(size, dtype=np.float64))),
         max_relative=float(relative.max()),
         flushed=int(np.count_nonzero((codes & 0x7F == 0) & (size > 0))),
         weights=weights.size,

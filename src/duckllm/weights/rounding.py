@@ -25,6 +25,8 @@ from duckllm.weights.units import ExpertWeights
 # Where the weight of the largest magnitude is put: -6, -6.25, ... -11.
 STARTS = tuple(-0.25 * start for start in range(24, 45))
 _MOST_IMPORTANCE = 1e4
+# A matrix whose largest scale is below this has lost what int4 could keep: f16 has steps of 2^-24 there.
+_LEAST_F16_SCALE = 2.0**-19
 _Sums = tuple[float, float, float, int]
 # gate, up and down as f32.
 FloatExpert = tuple[F32, F32, F32]
@@ -144,19 +146,25 @@ def quantise_int4(
     Shapes: hidden: [H] f32; activations: [I] f32.
 
     Raises:
-        ValueError: A weight is not finite (with their count), or too large for the type of scales.
+        ValueError: A weight is not finite (with their count), or the matrix's are too large or too small for
+            the type of scales.
     """
     scale_type = codes_of(weight_format).scale_type
     matrices, total = [], QuantisationError()
-    for weights, importance, size in (
-        (expert[0], hidden, GATE_UP_GROUP),
-        (expert[1], hidden, GATE_UP_GROUP),
-        (expert[2], activations, DOWN_GROUP),
+    for name, weights, importance, size in (
+        ("gate", expert[0], hidden, GATE_UP_GROUP),
+        ("up", expert[1], hidden, GATE_UP_GROUP),
+        ("down", expert[2], activations, DOWN_GROUP),
     ):
         codes, words, sums = _native.quantise_int4_groups(weights, size, scale_type, importance)
         scales = scale_values(words, scale_type)
-        if not np.isfinite(scales).all():
-            raise ValueError(f"got weights up to {np.abs(weights).max():g}, beyond scales of {scale_type}")
+        largest = np.abs(scales).max()
+        is_lost = scale_type == "f16" and largest < _LEAST_F16_SCALE and weights.any()
+        if is_lost or not np.isfinite(largest):
+            where = "below" if is_lost else "beyond"
+            other = ", expected int4-bf16 for those" if scale_type == "f16" else ""
+            top = np.abs(weights).max()
+            raise ValueError(f"{name}: got weights up to {top:g}, {where} scales of {scale_type}{other}")
         matrices.append(QuantisedMatrix(codes, scales, scale_type, None, size))
         total += _as_error(sums, weights.size)
     return QuantisedExpert(*matrices), total
