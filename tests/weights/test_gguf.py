@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 import sys
 from pathlib import Path
 
@@ -237,6 +238,44 @@ def test_a_file_without_its_last_byte(tmp_path: Path) -> None:
     size = max(info.offset + info.num_bytes for info in Checkpoint.open(tmp_path).tensors.values())
     path.write_bytes(path.read_bytes()[: size - 1])
     with pytest.raises(CheckpointError, match=r"model\.gguf: got no whole GGUF file"):
+        Checkpoint.open(tmp_path)
+
+
+def of_metadata(kind: int, payload: bytes, count: int = 1) -> bytes:
+    """A file with a value of metadata and nothing else."""
+    return b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, count, 1, b"x", kind) + payload
+
+
+U8, ARRAY = 0, 9
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (of_metadata(ARRAY, struct.pack("<IQ", U8, 1 << 40)), "a list of 1099511627776 items"),
+        (of_metadata(ARRAY, struct.pack("<IQ", U8, 1 << 20)), "it has 49 bytes, and says something of byte 50"),
+        (of_metadata(U8, b"1", 1 << 62), "it has 38 bytes, and says something of byte 46"),
+        (of_metadata(ARRAY, struct.pack("<IQ", ARRAY, 1) * 5000), "maximum recursion depth exceeded"),
+    ],
+)
+def test_headers_that_say_more_than_a_file_can_hold_end_at_once(
+    tmp_path: Path, data: bytes, words: str
+) -> None:
+    make(tmp_path)
+    (tmp_path / "model.gguf").write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"model\.gguf: got no whole GGUF file \({words}"):
+        Checkpoint.open(tmp_path)
+
+
+def test_numbers_in_the_other_order_of_bytes_are_refused(tmp_path: Path) -> None:
+    make(tmp_path)
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen3moe", endianess=gguf.GGUFEndian.BIG)
+    writer.add_tensor("output_norm.weight", np.ones(256, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModelError, match="got a GGUF file of big-endian numbers"):
         Checkpoint.open(tmp_path)
 
 

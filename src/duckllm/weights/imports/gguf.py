@@ -55,6 +55,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)(\.\w+\.weight)")
 _PARTS = re.compile(r".*-\d{5}-of-(\d{5})\.gguf")
 _Q4_0, _GROUP = "Q4_0", 32
 _Q4_0_BYTES = 2 + _GROUP // 2  # of a block: its scale in F16, then the codes
+_MOST_ITEMS = 1 << 20  # of a list in a header: tokens and merges are half a million at most
 
 
 def read_gguf(folder: Path) -> dict[str, TensorInfo]:
@@ -84,10 +85,32 @@ def _package() -> Any:
     return gguf
 
 
-def _read_header(path: Path, *, is_first: bool) -> dict[str, TensorInfo]:
+def _open(path: Path) -> Any:
+    """The package's reader, which by itself reads on behind the end of a file, as many items as that says."""
     gguf = _package()
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **named: Any) -> Any:
+            end = int(offset) + np.dtype(dtype).itemsize * int(count)
+            if end > len(self.data):
+                raise ValueError(f"it has {len(self.data)} bytes, and says something of byte {end}")
+            return super()._get(offset, dtype, count, *order, **named)
+
+        def _get_field_parts(self, offset: int, kind: int) -> Any:
+            if kind == gguf.GGUFValueType.ARRAY:
+                count = int(self._get(offset + 4, np.uint64)[0])
+                if count > _MOST_ITEMS:
+                    raise ValueError(f"a list of {count} items")
+            return super()._get_field_parts(offset, kind)
+
+    return Reader(path)
+
+
+def _read_header(path: Path, *, is_first: bool) -> dict[str, TensorInfo]:
     try:
-        read = gguf.GGUFReader(path)
+        read = _open(path)
+        if read.endianess != _package().GGUFEndian.LITTLE:
+            raise UnsupportedModelError(f"{path}: got a GGUF file of big-endian numbers, expected little-endian ones")
         field = read.get_field("general.architecture")
         family = None if field is None else field.contents()
         found = [
@@ -96,7 +119,7 @@ def _read_header(path: Path, *, is_first: bool) -> dict[str, TensorInfo]:
         ]
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, IndexError, TypeError, UnicodeDecodeError, OverflowError) as error:
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path}: got no whole GGUF file ({error})") from error
     if (is_first or family is not None) and family not in _ARCHITECTURES:
         raise UnsupportedModelError(
