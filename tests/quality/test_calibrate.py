@@ -185,6 +185,8 @@ def test_so_many_tokens_and_no_more() -> None:
     chosen = cut(passages, 64, 100)
     assert [len(each.token_ids) for each in chosen] == [10, 10, 10, 10, 10, 10, 4]
     assert [len(each.token_ids) for each in cut(passages, 1000, 6)] == [6] * 20
+    short = [Passage((1,), 1, 1), *passages[:2]]  # a single token says nothing, those behind it do
+    assert [len(each.token_ids) for each in cut(short, 64, 100)] == [10, 10]
     with pytest.raises(ConfigError, match="prompts"):
         cut([Passage((1,), 1, 1)], 64, 100)
 

@@ -240,6 +240,32 @@ def test_files_that_hold_no_text_are_refused_by_name(
     assert error.value.field == "text"
 
 
+def test_a_file_without_an_end_is_refused_and_not_read_whole(demo_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="expected a file of at most 67,108,864 bytes"):
+        read_passages(Path("/dev/zero"), Tokenizer(demo_folder), window=64)
+
+
+def test_a_text_of_no_tokens_is_refused(
+    demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some tokenizers drop what a text of marks consists of."""
+    tokenizer = Tokenizer(demo_folder)
+    (tmp_path / "a.txt").write_text("\u200b")
+    for ids in ([], [5], [tokenizer.bos_token_id]):
+        monkeypatch.setattr(tokenizer, "encode", lambda text, ids=ids: ids)
+        with pytest.raises(ConfigError, match="a text of two tokens at least"):
+            read_passages(tmp_path / "a.txt", tokenizer, window=64)
+
+
+def test_lines_end_where_json_ends_them(demo_folder: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(demo_folder)
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps("a\u2028b\x85c", ensure_ascii=False) + "\r\n" + json.dumps("d") + "\n")
+    first, second = read_passages(path, tokenizer, window=64)
+    assert "a\u2028b\x85c" in tokenizer.decode(first.token_ids)
+    assert "d" in tokenizer.decode(second.token_ids)
+
+
 def test_shipped_prompts_are_questions_of_many_kinds(demo_folder: Path) -> None:
     found = shipped_passages(Tokenizer(demo_folder), is_demo=False)
     assert len(found) == 32

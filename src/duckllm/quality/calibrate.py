@@ -168,9 +168,11 @@ def cut(passages: Sequence[Passage], most_tokens: int, most_in_a_row: int) -> li
     chosen: list[Passage] = []
     room = most_tokens
     for passage in passages[:: max(1, sum(sizes) // most_tokens)]:
+        if room < 2:
+            break
         ids = passage.token_ids[: min(room, most_in_a_row)]
         if len(ids) < 2:
-            break
+            continue
         chosen.append(Passage(ids, 1, 1))
         room -= len(ids)
     if not chosen:

@@ -96,7 +96,8 @@ def read_passages(path: Path, tokenizer: Tokenizer, *, window: int, field: str =
     if path.suffix != ".jsonl":
         return _windows(field, data, tokenizer, window, str(path))
     found = []
-    for number, line in enumerate(data.splitlines(), 1):
+    # Not splitlines(): JSON may have other separators of lines inside its strings as they are.
+    for number, line in enumerate(data.split("\n"), 1):
         if line.strip():
             found.append(_of_line(field, line, tokenizer, f"{path}, line {number}"))
     if not found:
@@ -126,14 +127,15 @@ def spread(passages: Sequence[Passage], most_tokens: int, reply_tokens: int) -> 
 
 def _read(field: str, path: Path) -> str:
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)  # no more, however large it is, or without an end
+        if len(data) > _MOST_BYTES:
+            raise ConfigError(field, str(path), f"a file of at most {_MOST_BYTES:,} bytes")
         text = data.decode()
     except OSError as error:
         raise ConfigError(field, str(path), f"a file that can be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
         raise ConfigError(field, str(path), f"text in UTF-8 (byte {error.start} is none)") from None
-    if len(data) > _MOST_BYTES:
-        raise ConfigError(field, f"{len(data):,} bytes", f"a file of at most {_MOST_BYTES:,} bytes")
     if not text.strip():
         raise ConfigError(field, str(path), "a file that is not empty")
     return text
@@ -142,13 +144,13 @@ def _read(field: str, path: Path) -> str:
 def _windows(field: str, text: str, tokenizer: Tokenizer, window: int, where: str) -> list[Passage]:
     """Windows of a text; each begins as the tokenizer begins a text, with BOS where it has one."""
     ids = tokenizer.encode(text)
-    begin = ids[:1] if ids[0] == tokenizer.bos_token_id else []
+    begin = ids[:1] if ids[:1] == [tokenizer.bos_token_id] else []
     rest = ids[len(begin) :]
     step = window - len(begin)
     pieces = [[*begin, *rest[start : start + step]] for start in range(0, len(rest), step)]
     if len(pieces) > 1 and len(pieces[-1]) < MIN_WINDOW:  # hardly any context
         pieces.pop()
-    if len(pieces[0]) < 2:
+    if not pieces or len(pieces[0]) < 2:
         raise ConfigError(field, where, "a text of two tokens at least")
     return [Passage(tuple(each), 1, max(1, len(each) // 2)) for each in pieces]
 
