@@ -363,6 +363,10 @@ def test_formats_that_round_are_converted_once_and_lose_a_little(
     done = runner.invoke(app, ["quality", str(folder), "--formats", "int4"])
     assert isinstance(done.exception, ConfigError)
     assert done.exception.field == "format"
+    # Nothing is rounded to these: they come from checkpoints that have them.
+    for name in ("int4-zero", "mxfp4"):
+        with pytest.raises(ConfigError, match=f"format: got {name}, expected fp9, .*int8, int4, int4-bf16"):
+            FormatFolders(demo_checkpoint).find([name])
     # Mostly fp8, but not all of it: what it holds is compared with nothing that it could be made into.
     mixed = tmp_path / "mixed"
     convert(demo_checkpoint, mixed, weight_format="int4", keep=["fp8:first,last,mtp"])

@@ -12,7 +12,7 @@ from pathlib import Path
 from duckllm.errors import ConfigError, InWords
 from duckllm.models.registry import ModelFolder, open_model
 from duckllm.weights.formats import FORMATS, is_lossless
-from duckllm.weights.layer_formats import in_words
+from duckllm.weights.layer_formats import QUANTISED_FORMATS, in_words
 from duckllm.weights.manifest import MANIFEST_FILE
 from duckllm.weights.resolve import find_model
 
@@ -117,7 +117,8 @@ class FormatFolders:
         if self._is_converted:
             expected = f"{base.manifest.format}, as {base.path} is, or the checkpoint it was made from"
             raise ConfigError("format", InWords(name), expected)
-        if is_lossless(name):
-            expected = f"{base.manifest.format}, as the checkpoint is, or a format that it can be rounded to"
+        if name not in QUANTISED_FORMATS:
+            others = ", ".join(QUANTISED_FORMATS)
+            expected = f"{base.manifest.format}, as the checkpoint is, or what it can be rounded to: {others}"
             raise ConfigError("format", InWords(name), expected)
         return FormatFolder(name, open_model(self._model, name, keep, importance), "auto")

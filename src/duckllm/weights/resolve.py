@@ -132,7 +132,7 @@ def resolve_model(
         fingerprint = Checkpoint.open(folder).fingerprint()[:12]
     # Another version of the format gets another folder: an older program may still use the old one.
     rounded = weight_format if weight_format in QUANTISED_FORMATS else "auto"
-    suffix = "" if rounded == "auto" else f"-{rounded}{_rules(keep, importance)}"
+    suffix = ("" if rounded == "auto" else f"-{rounded}") + _rules(keep, importance)
     destination = cache_folder() / f"{place.name}-v{FORMAT_VERSION}-{fingerprint}{suffix}"
     options: dict[str, Any] = {"weight_format": rounded, "keep": keep, "importance": importance}
     if progress is not None:
