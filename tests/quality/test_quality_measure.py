@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +15,12 @@ from typer.testing import CliRunner
 
 from duckllm import LLM, SamplingParams
 from duckllm.cli.main import app
+from duckllm.cli.plan_forecast import Forecasting
+from duckllm.cli.quality import _predict
 from duckllm.demo.suite import load_suite
 from duckllm.errors import ConfigError
 from duckllm.models.causal_lm import MoEBlock
+from duckllm.models.inspection import inspect_model
 from duckllm.moe.executor import ExpertExecutor, PendingStep
 from duckllm.quality.divergence import kl_divergence, log_softmax
 from duckllm.quality.logits import logits_of
@@ -380,3 +384,25 @@ def test_formats_that_round_are_converted_once_and_lose_a_little(
     done = runner.invoke(app, ["calibrate", str(folder), "-o", str(recorded)])
     assert isinstance(done.exception, ConfigError)
     assert done.exception.field == "model"
+
+
+def test_predictions_are_of_the_layers_formats_that_were_measured(
+    demo_checkpoint: Path, tmp_path: Path
+) -> None:
+    """A model in int4 whose layers mostly are fp8 is stored as fp8 with layers in int4."""
+    nodes = tmp_path / "nodes.json"
+    numbers = {"cores": 4, "read_gb_per_s": 20, "gflop_per_s": 200, "memory_gib": 16, "link_gbit_per_s": 2.5}
+    nodes.write_text(json.dumps({"host": numbers, "nodes": [numbers]}))
+    asks = Forecasting(nodes, None, 1024, "1", "f32", False)
+    asked = SimpleNamespace(name="int4", acceptance=None)
+    found = []
+    for keep in (["none"], ["fp8:first"], ["fp8:first,last,mtp"], ["fp8:1-4"]):
+        convert(demo_checkpoint, tmp_path / keep[0], weight_format="int4", keep=keep)
+        found.append(_predict(asks, inspect_model(tmp_path / keep[0]), asked, "auto"))  # type: ignore[arg-type]
+    assert None not in found
+    assert found == sorted(found, reverse=True)
+    assert len(set(found)) == 4
+    lossless = convert(demo_checkpoint, tmp_path / "fp9").folder
+    asked = SimpleNamespace(name="fp8", acceptance=None)
+    fp9, fp8 = (_predict(asks, inspect_model(lossless), asked, each) for each in ("auto", "fp8"))  # type: ignore[arg-type]
+    assert fp9 < fp8 < found[-1]  # type: ignore[operator]

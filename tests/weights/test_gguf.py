@@ -253,7 +253,10 @@ U8, ARRAY = 0, 9
     ("data", "words"),
     [
         (of_metadata(ARRAY, struct.pack("<IQ", U8, 1 << 40)), "a list of 1099511627776 items"),
-        (of_metadata(ARRAY, struct.pack("<IQ", U8, 1 << 20)), "it has 49 bytes, and says something of byte 50"),
+        (
+            of_metadata(ARRAY, struct.pack("<IQ", U8, 1 << 20)),
+            "it has 49 bytes, and says something of byte 50",
+        ),
         (of_metadata(U8, b"1", 1 << 62), "it has 38 bytes, and says something of byte 46"),
         (of_metadata(ARRAY, struct.pack("<IQ", ARRAY, 1) * 5000), "maximum recursion depth exceeded"),
     ],

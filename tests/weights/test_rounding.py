@@ -132,7 +132,9 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match=r"importance: got 0\.0000"):
         _native.quantise_int4_groups(good, 32, "f16", np.array([1, 0, 1], np.float32))
     large = np.full((16, 32), 1e7, np.float32)
-    with pytest.raises(ValueError, match=r"gate: got weights up to 1e\+07, beyond scales of f16, expected int4-bf16"):
+    with pytest.raises(
+        ValueError, match=r"gate: got weights up to 1e\+07, beyond scales of f16, expected int4-bf16"
+    ):
         quantise_int4((large, large, large.T.copy()), "int4")
     assert quantise_int4((large, large, large.T.copy()), "int4-bf16")[1].rms_relative < 0.01
 
@@ -140,7 +142,9 @@ def test_what_is_refused() -> None:
 def test_weights_that_scales_of_f16_would_make_nothing_of_are_refused() -> None:
     weights = weights_of("gauss", 16, 32)
     small = weights * np.float32(1e-7)
-    with pytest.raises(ValueError, match=r"down: got weights up to .*e-07, below scales of f16, expected int4-bf16"):
+    with pytest.raises(
+        ValueError, match=r"down: got weights up to .*e-07, below scales of f16, expected int4-bf16"
+    ):
         quantise_int4((weights, weights, small.T.copy()), "int4")
     assert quantise_int4((small, small, small.T.copy()), "int4-bf16")[1].rms_relative < 0.09
     nothing = np.zeros((16, 32), np.float32)

@@ -206,7 +206,7 @@ def quality(
     if asks is not None:
         with Waiting("Predicting"):
             predicted = {
-                each.name: _predict(asks, inspect_model(folder.model.path), each)
+                each.name: _predict(asks, inspect_model(folder.model.path), each, folder.weight_format)
                 for each, (folder, is_exact) in zip(measured, chosen, strict=True)
                 if not is_exact
             }
@@ -278,8 +278,15 @@ def _passages(
     return spread(found, tokens, reply_tokens)
 
 
-def _predict(forecasting: Forecasting, found: Any, measured: FormatQuality) -> float | None:
-    """Tokens a second of the flock in a format; None where it does not fit."""
+def _predict(forecasting: Forecasting, found: Any, measured: FormatQuality, computed_in: str) -> float | None:
+    """Tokens a second of the flock in a format; None where it does not fit.
+
+    Args:
+        forecasting: What is asked.
+        found: The model's folder.
+        measured: What was measured of it.
+        computed_in: The format to compute in; ``"auto"`` for each layer's own.
+    """
     from duckllm.plan import plan_on
 
     asks = forecasting.at(measured.acceptance)
@@ -287,7 +294,7 @@ def _predict(forecasting: Forecasting, found: Any, measured: FormatQuality) -> f
     made = plan_on(
         found,
         list(asks.nodes()),
-        weight_format=measured.name,
+        weight_format=found.weight_format if computed_in == "auto" else computed_in,
         max_model_len=min(_LONG_CONTEXT, found.max_position_embeddings),
         max_step_tokens=256,
         drafts=measured.acceptance is not None,

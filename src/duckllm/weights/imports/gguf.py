@@ -110,7 +110,9 @@ def _read_header(path: Path, *, is_first: bool) -> dict[str, TensorInfo]:
     try:
         read = _open(path)
         if read.endianess != _package().GGUFEndian.LITTLE:
-            raise UnsupportedModelError(f"{path}: got a GGUF file of big-endian numbers, expected little-endian ones")
+            raise UnsupportedModelError(
+                f"{path}: got a GGUF file of big-endian numbers, expected little-endian ones"
+            )
         field = read.get_field("general.architecture")
         family = None if field is None else field.contents()
         found = [
