@@ -89,7 +89,9 @@ def _open(path: Path) -> Any:
     """The package's reader, which by itself reads on behind the end of a file, as many items as that says."""
     gguf = _package()
 
-    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+    base: Any = gguf.GGUFReader
+
+    class Reader(base):  # type: ignore[misc]
         def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **named: Any) -> Any:
             end = int(offset) + np.dtype(dtype).itemsize * int(count)
             if end > len(self.data):
