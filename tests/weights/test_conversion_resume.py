@@ -301,11 +301,19 @@ def test_a_lock_on_a_file_that_was_removed_counts_for_nothing(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+NO_STRIPES: dict = {"stripe_sha256": []}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"files": 3},
         {"files": {"host-00000.safetensors": 3}},
+        {
+            "files": {
+                "experts-00001.safetensors": {"file": "experts-00002.safetensors", "bytes": 1, **NO_STRIPES}
+            }
+        },
         {"errors": {"experts-00001.safetensors": {}}},
         {"errors": {"experts-00001.safetensors": {**dict.fromkeys(SUMS, 0), "weights": "many"}}},
     ],

@@ -111,7 +111,8 @@ def calibration(path: Path, manifest: Manifest, layers: tuple[int, ...] = (1, 2)
         tensors[f"layers.{layer}.hidden"] = rng.uniform(0.01, 9, manifest.hidden_size).astype(np.float32)
         tensors[f"layers.{layer}.experts"] = rng.uniform(0.01, 9, shape).astype(np.float32)
         tensors[f"layers.{layer}.counts"] = np.ones(manifest.num_experts, np.int64)
-    save_file(tensors, path, {"format": name or "duckllm-calibration-1"})
+    metadata = {"format": name or "duckllm-calibration-1", "config_sha256": manifest.config_sha256}
+    save_file(tensors, path, metadata)
     return path
 
 
@@ -159,6 +160,10 @@ def test_importance_that_is_none_or_of_no_use(made: RandomCheckpoint, tmp_path: 
     save_file(means, good, {"format": "duckllm-calibration-1"})
     with pytest.raises(CheckpointError, match=r"layers.1.hidden: got 1 value\(s\) that are no mean square"):
         convert(src, dst, weight_format="int4", importance=good)
+    assert not dst.exists(), "said before anything is written"
+    tuned = calibration(good, replace(manifest, config_sha256="0" * 64))
+    with pytest.raises(ConfigError, match="expected one of this model: it is of another config.json"):
+        convert(src, dst, weight_format="int4", importance=tuned)
 
 
 def test_a_changed_unit_is_found(made: RandomCheckpoint, tmp_path: Path) -> None:

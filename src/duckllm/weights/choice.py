@@ -18,6 +18,7 @@ from duckllm.config import LOSSLESS_FORMATS
 from duckllm.errors import WeightFormatError
 from duckllm.weights.e4m3 import U8
 from duckllm.weights.formats import LayerFormat, is_lossless, unit_bytes
+from duckllm.weights.layer_formats import CONVERTED_FORMATS
 from duckllm.weights.recode import available_memory_bytes, copy_fits, recode_units
 from duckllm.weights.records import STRIPE_CHANNELS
 
@@ -164,9 +165,11 @@ def load_layers(
     names = {form.format for form in groups}
     reachable = names | (set(LOSSLESS_FORMATS) if any(map(is_lossless, names)) else set())
     if requested not in ("auto", *reachable):
+        is_made = requested in CONVERTED_FORMATS
+        hint = "duckllm convert makes a model in that format" if is_made else "only checkpoints have it"
         raise WeightFormatError(
             f"weights: got {' and '.join(sorted(names))}, expected {requested}, to which nothing is rounded "
-            "when a model starts; duckllm convert makes a model in that format"
+            f"when a model starts; {hint}"
         )
     units: dict[int, U8] = {}
     formats: dict[int, LayerFormat] = {}

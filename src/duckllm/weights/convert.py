@@ -157,7 +157,7 @@ def convert(
     numbers = LayerNumbers(layout.moe_layers, checkpoint.config["num_hidden_layers"])
     kept = {layer: tensors.experts.kept_format(layer) for layer in layout.moe_layers}
     formats = layer_formats(numbers, kept, weight_format=weight_format, keep=keep, requantise=requantise)
-    weights = None if importance is None else _open_importance(importance, layout, kept, formats)
+    weights = None if importance is None else _open_importance(importance, checkpoint, layout, kept, formats)
     model = _Model(checkpoint, layout, tensors, formats, weights, dict(origin or {}))
     with model_errors(source):
         fingerprint = checkpoint.fingerprint()
@@ -333,8 +333,8 @@ def _manifest(model: _Model, state: ProgressFile, plan: list[PlannedFile]) -> Ma
             host_files[file.name] = entry
         elif file.layer is not None:
             form = model.form(file.layer)
-            if form.format != main:
-                entry = replace(entry, format=form.format, scale_layout=form.scale_layout)
+            own = ("", "") if form.format == main else (form.format, form.scale_layout)
+            entry = replace(entry, format=own[0], scale_layout=own[1])
             expert_layers[file.layer] = entry
     source: dict[str, Any] = {
         **model.origin,
@@ -377,12 +377,18 @@ def _manifest(model: _Model, state: ProgressFile, plan: list[PlannedFile]) -> Ma
 
 
 def _open_importance(
-    path: str | Path, layout: ModelLayout, kept: Mapping[int, str], formats: Mapping[int, str]
+    path: str | Path,
+    checkpoint: Checkpoint,
+    layout: ModelLayout,
+    kept: Mapping[int, str],
+    formats: Mapping[int, str],
 ) -> ImportanceFile:
     """The calibration, where there is rounding that it could weight."""
     if not any(FORMATS[name].grouped and name != kept[layer] for layer, name in formats.items()):
         raise ConfigError("importance", str(path), "nothing with a format that rounds nothing to 4 bits")
-    return ImportanceFile.open(path, layout)
+    with model_errors(checkpoint.folder):
+        config_sha256 = hash_file(checkpoint.folder / "config.json")
+    return ImportanceFile.open(path, layout, config_sha256)
 
 
 def plan_files(

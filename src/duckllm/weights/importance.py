@@ -37,18 +37,26 @@ class ImportanceFile:
     tensors: dict[str, TensorInfo]
 
     @classmethod
-    def open(cls, path: str | Path, layout: ModelLayout) -> ImportanceFile:
-        """Reads the header and checks that the shapes are those of a model.
+    def open(cls, path: str | Path, layout: ModelLayout, config_sha256: str) -> ImportanceFile:
+        """Reads it and checks that it is of a model.
+
+        Args:
+            path: The file.
+            layout: The model.
+            config_sha256: Hash of its config.json, which a file of another model of these shapes has not.
 
         Raises:
-            CheckpointError: The file cannot be read, or is malformed.
+            CheckpointError: The file cannot be read, or is malformed; a mean is negative or not finite.
             ConfigError: It is no calibration file, or one of another model.
         """
         path = Path(path)
         tensors = read_header(path)
-        found = _metadata(path).get("format")
-        if found != FORMAT:
+        metadata = _metadata(path)
+        if metadata.get("format") != FORMAT:
             raise ConfigError("importance", str(path), f"a file of duckllm calibrate, format {FORMAT}")
+        if metadata.get("config_sha256", config_sha256) != config_sha256:
+            expected = "one of this model: it is of another config.json"
+            raise ConfigError("importance", str(path), expected)
         shapes = {
             "hidden": (layout.hidden_size,),
             "experts": (layout.num_experts, layout.moe_intermediate_size),
@@ -65,9 +73,13 @@ class ImportanceFile:
         if not tensors.keys() & known.keys():
             raise ConfigError("importance", str(path), "means of at least one layer of this model")
         try:
-            return cls(path, hash_file(path), tensors)
+            opened = cls(path, hash_file(path), tensors)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+        with TensorReader() as reader:  # said before hours of conversion
+            for name in tensors.keys() & known.keys():
+                opened._means(reader, tensors[name], 0, tensors[name].num_bytes)
+        return opened
 
     def of(self, reader: TensorReader, layer: int, expert: int) -> tuple[F32 | None, F32 | None]:
         """Relative importance of hidden indices and of an expert's channels; None for what is not recorded.
@@ -91,11 +103,14 @@ class ImportanceFile:
         )
 
     def _relative(self, reader: TensorReader, info: TensorInfo, start: int, length: int) -> F32:
+        return relative_importance(self._means(reader, info, start, length))
+
+    def _means(self, reader: TensorReader, info: TensorInfo, start: int, length: int) -> F32:
         means = reader.read_part(info, start, length).view("<f4").astype(np.float32)
         bad = means.size - int(np.count_nonzero(np.isfinite(means) & (means >= 0)))
         if bad:
             raise CheckpointError(f"{self.path}: {info.name}: got {bad} value(s) that are no mean square")
-        return relative_importance(means)
+        return means
 
 
 def _metadata(path: Path) -> dict[str, object]:

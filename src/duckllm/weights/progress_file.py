@@ -60,7 +60,7 @@ class ProgressFile:
                 folder,
                 value["fingerprint"],
                 value["format"],
-                {name: _entry(entry) for name, entry in value["files"].items()},
+                {name: _entry(name, entry) for name, entry in value["files"].items()},
                 {name: QuantisationError.from_json(error) for name, error in value["errors"].items()},
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -120,8 +120,10 @@ def recipe_of(manifest: Manifest) -> str:
     return recipe_in_words(manifest.layer_formats(), manifest.source.get("importance", ""))
 
 
-def _entry(value: dict[str, Any]) -> Entry:
+def _entry(name: str, value: dict[str, Any]) -> Entry:
     if "stripe_sha256" in value:
+        if value["file"] != name:
+            raise ValueError(f"{name}: got the entry of {value['file']}")
         return ExpertLayer(**{**value, "stripe_sha256": tuple(value["stripe_sha256"])})
     return HostFile(**value)
 
