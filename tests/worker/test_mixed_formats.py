@@ -77,7 +77,7 @@ def test_nothing_is_rounded_when_a_worker_starts(mixed: Manifest, tmp_path: Path
         running_worker(tmp_path) as worker,
         pytest.raises(
             WeightFormatError,
-            match="got fp8 and int4 and int8, expected mxfp4, to which nothing is rounded .*; only check",
+            match=r"got fp8 and int4 and int8, expected mxfp4, to which nothing is rounded .*; only check",
         ),
     ):
         connect(worker.address, plan)
