@@ -15,7 +15,7 @@ import pytest
 from duckllm.cluster import discovery as discovery_module
 from duckllm.cluster.address import Address
 from duckllm.cluster.connect import WorkerInfo
-from duckllm.cluster.discovery import GONE, REFUSED, WAITING, Discovery
+from duckllm.cluster.discovery import GONE, NEW, REFUSED, WAITING, Discovery
 from duckllm.cluster.discovery_announcement import Announcement
 from duckllm.cluster.discovery_cluster import DiscoveredCluster, nodes_needed
 from duckllm.config import ClusterConfig
@@ -164,7 +164,7 @@ def test_what_was_heard_before_changes_nothing(nodes: Nodes) -> None:
         until(lambda: states(found) == {"a": WAITING})
         num_asked = len(nodes.asked)
         # Recorded, and sent again by somebody: the same, and an older one under a name that it had.
-        found.take("a", node("a", 2, time_us=5))
+        found.take("y", node("y", 2, time_us=5))
         found.take("x", node("x", 2, time_us=4))
         assert states(found) == {"a": WAITING}
         assert len(nodes.asked) == num_asked
@@ -210,11 +210,31 @@ def test_a_goodbye_takes_nobody_out(nodes: Nodes) -> None:
         until(lambda: states(found) == {"a": WAITING})
 
 
-def test_a_node_that_is_still_starting_is_asked_again(nodes: Nodes) -> None:
+def test_a_start_waits_for_those_that_are_being_asked() -> None:
+    answered = threading.Event()
+
+    def ask(address: Address) -> WorkerInfo:
+        if address == at(3):
+            assert answered.wait(20)
+        return info(address)
+
+    with searching(ask) as found:
+        found.take("a", node("a", 2))
+        until(lambda: states(found) == {"a": WAITING})
+        found.take("b", node("b", 3))
+        timer = threading.Timer(0.4, answered.set)
+        timer.start()
+        assert [each.name for each in found.wait(1, 60, 0.02)] == ["a", "b"]
+        timer.join()
+
+
+def test_a_node_that_is_still_starting_is_asked_again(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery_module, "_SOON_S", 0.3)
     nodes.problems[at(2)] = WorkerUnavailableError("worker a is not available: refused")
     with searching(nodes) as found:
         found.take("a", node("a", 2))
         until(lambda: len(nodes.asked) >= 2)
+        assert states(found) == {"a": NEW}
         del nodes.problems[at(2)]
         assert [each.name for each in found.wait(1, 20, 0.05)] == ["a"]
 
