@@ -140,6 +140,13 @@ def test_whatever_goes_wrong_is_one_sentence(
         ({"token": "quack\udcff"}, "token: got text that UTF-8 cannot hold, expected valid text"),
         ({"token": b"quack"}, "token: got bytes, expected text, or None"),
         ({"listen": 7411}, "listen: got 7411, expected an address, name:port"),
+        (
+            {"announce": True},
+            "cluster_token: got None, expected a token, by which an announced worker and its hosts know each "
+            "other (--token-file FILE or $DUCKLLM_CLUSTER_TOKEN)",
+        ),
+        ({"announce": 1}, "announce: got 1, expected True or False"),
+        ({"node_name": "a.b"}, "node_name: got 'a.b', expected letters, digits, - and _, at most 40"),
         ({"model": "/m"}, "model: got '/m', expected a path, or None"),
         ({"threads": 2.0}, "threads: got 2.0, expected 0 (every core) to 1024"),
         ({"threads": 1025}, "threads: got 1025, expected 0 (every core) to 1024"),
