@@ -155,7 +155,7 @@ def test_a_format_that_rounds_has_a_folder_of_its_own(cache: Path, tmp_path: Pat
 
 def test_a_chat_in_4_bits_converts_into_them_and_a_converted_model_is_refused(cache: Path) -> None:
     from duckllm import LLM, SamplingParams
-    from duckllm.errors import WeightFormatError
+    from duckllm.errors import ConfigError
 
     with LLM(workers=0, weight_format="int4") as llm:
         assert llm.cluster_info().weight_format == "fp8+int4"
@@ -163,5 +163,11 @@ def test_a_chat_in_4_bits_converts_into_them_and_a_converted_model_is_refused(ca
         assert len(output.outputs[0].token_ids) == 2
     assert [path.name[-5:] for path in cache.iterdir() if path.name.startswith("duck-demo")] == ["-int4"]
     folder = resolve_model(None)
-    with pytest.raises(WeightFormatError, match="got fp9, expected int4, to which nothing is rounded when a"):
+    with pytest.raises(
+        ConfigError, match="weight_format: got 'int4', expected fp9 or fp8, as the model is in"
+    ):
         LLM(folder, workers=0, weight_format="int4")
+    # Its layer of multi-token prediction is in fp8.
+    in_4_bits = next(path for path in cache.iterdir() if path.name.endswith("-int4"))
+    with pytest.raises(ConfigError, match="weight_format: got 'fp8', expected int4, as the model is in int4"):
+        LLM(in_4_bits, workers=0, weight_format="fp8")

@@ -12,9 +12,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from duckllm.config import LOSSLESS_FORMATS
 from duckllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from duckllm.weights.architectures import layout_of
 from duckllm.weights.checkpoint import load_json
+from duckllm.weights.formats import is_lossless
 from duckllm.weights.layout import ModelLayout
 from duckllm.weights.manifest import MANIFEST_FILE, Manifest
 from duckllm.weights.resolve import resolve_model
@@ -81,13 +83,32 @@ def open_model(
         UnsupportedModelError: The architecture is not implemented.
         ModelError: The folder's content cannot be used; names the file.
         DiskSpaceError: A checkpoint has no room in the model cache.
+        ConfigError: The model's experts are in another format than ``weight_format``, and nothing makes one
+            of the other when a model starts.
     """
     folder = resolve_model(model, weight_format=weight_format, keep=keep, importance=importance)
     manifest = Manifest.load(folder)
     manifest.check_config()
+    check_format(manifest.format, weight_format)
     layout = layout_of(load_json(folder / "config.json"), {})
     _check_manifest(manifest, layout)
     return ModelFolder(folder, manifest, layout.num_layers)
+
+
+def check_format(stored: str, requested: str) -> None:
+    """Refuses a format that a model in ``stored`` is not computed in.
+
+    Raises:
+        ConfigError: It is neither what is stored, but for layers kept in others, nor of the same weights.
+    """
+    if requested not in ("auto", stored) and not (is_lossless(requested) and is_lossless(stored)):
+        of_same_weights = " or ".join(LOSSLESS_FORMATS) if is_lossless(stored) else stored
+        raise ConfigError(
+            "weight_format",
+            requested,
+            f"{of_same_weights}, as the model is in {stored}: nothing is rounded when a model starts; "
+            "duckllm convert makes a model in another format",
+        )
 
 
 def check_context(model: ModelFolder, max_model_len: int | None) -> None:
