@@ -16,6 +16,7 @@ import venv
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 KT_KERNEL, LLAMA_CPP, NUMPY = "kt-kernel==0.7.2", "llama-cpp-python==0.3.36", "numpy==2.4.6"
 GGUF = "gguf==0.19.0"
@@ -159,7 +160,10 @@ class PeerEnvironment:
         with tarfile.open(archive) as tar:
             root = archive.name.removesuffix(".tar.gz")
             wanted = tuple(f"{root}/{part}" for part in parts)
-            tar.extractall(sources, [each for each in tar if each.name.startswith(wanted)], filter="data")
+            members = [each for each in tar if each.name.startswith(wanted)]
+            # Python before 3.11.4 has no filters.
+            safely: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+            tar.extractall(sources, members, **safely)
         for folder in (sources / root).iterdir():
             folder.rename(sources / folder.name)
         archive.unlink()

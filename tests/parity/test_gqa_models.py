@@ -269,13 +269,13 @@ def normalisation_flipped(model: CausalLM, patch: pytest.MonkeyPatch) -> None:
 
 
 def softmax_over_the_chosen_alone(model: CausalLM, patch: pytest.MonkeyPatch) -> None:
-    original = SoftmaxRouter.__call__
+    original = SoftmaxRouter.choose
 
-    def chosen(self: SoftmaxRouter, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, weights = original(self, x)
+    def chosen(self: SoftmaxRouter, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, weights = original(self, logits)
         return ids, weights / weights.sum(-1, keepdim=True)
 
-    patch.setattr(SoftmaxRouter, "__call__", chosen)
+    patch.setattr(SoftmaxRouter, "choose", chosen)
 
 
 def shared_gate_missing(model: CausalLM, patch: pytest.MonkeyPatch) -> None:

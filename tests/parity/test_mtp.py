@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -175,8 +175,18 @@ def draft(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Draft(*load_mtp(root / "converted"), tokens, expected)
 
 
-def unchanged(x: torch.Tensor) -> torch.Tensor:
-    return x
+class Unchanged:
+    """Stands for a norm."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def add(self, hidden: torch.Tensor, deltas: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        total = sum(deltas, hidden)
+        return total, total
+
+
+unchanged = Unchanged()
 
 
 def mistaken(mtp: MTPLayer, mistake: str) -> MTPLayer:
