@@ -8,8 +8,8 @@ weights. Then it
 
 1. verifies that the demo model's answers through both are those of two workers of this machine, to the token,
 2. resets each machine in the middle of an answer, and verifies the tokens of that answer,
-3. verifies that a host with another token is refused, and that a machine without one does not join, and that
-   both consoles say why,
+3. verifies that a host with another token or address is refused, that a machine without a token does not
+   join, and that consoles say why,
 4. tries every TCP port of both machines,
 5. prints what the consoles said of time, memory, processes and ports, and one JSON line.
 
@@ -124,6 +124,7 @@ def network(stack: ExitStack, folder: Path, image: Path) -> None:
     call("ip", "link", "set", "lo", "up")
     call("ip", "link", "add", "br0", "type", "bridge")
     call("ip", "addr", "add", f"{NET}.1/24", "dev", "br0")
+    call("ip", "addr", "add", f"{NET}.3/24", "dev", "br0")
     call("ip", "link", "set", "br0", "up")
     server = f"duckdhcp{os.getpid()}"
     call("ip", "netns", "add", server)
@@ -237,6 +238,10 @@ def inside(args: Any) -> None:
             refused = re.findall(r"worker: .*refused: .*", node.text())[-1].strip()
             print(f"{node.name}: {refused}", flush=True)
             result[node.name]["wrong_token"] = refused
+        for node in nodes:
+            with socket.create_connection((node.address(), 7411), 20, (f"{NET}.3", 0)) as other:
+                need(b"no connections from that address" in other.recv(4096), "another address is refused")
+        print("another address of the network: refused", flush=True)
         for node in nodes:
             result[node.name]["open_tcp_ports"] = open_tcp_ports(node.address())
             need(result[node.name]["open_tcp_ports"] == [7411], f"{node.name}: {result[node.name]}")

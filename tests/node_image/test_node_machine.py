@@ -34,6 +34,12 @@ def test_tuning_sets_what_is_there_and_names_what_is_not(tmp_path: Path) -> None
         write(tmp_path, f"sys/devices/system/cpu/cpu{core}/cpufreq/scaling_governor", "") for core in (0, 1)
     ]
     interrupts = [write(tmp_path, f"proc/irq/{number}/smp_affinity", "") for number in (1, 24)]
+    states = [
+        write(tmp_path, f"sys/devices/system/cpu/cpu1/cpuidle/state{number}/disable", "0")
+        for number in range(3)
+    ]
+    for state, latency_us in zip(states, (0, 20, 133), strict=True):
+        (state.parent / "latency").write_text(f"{latency_us}\n")
     write(tmp_path, "proc/irq/25/other", "")
     write(tmp_path, "sys/devices/system/cpu/isolated", "1-3\n")
     said = " ".join(tune(tmp_path))
@@ -43,6 +49,8 @@ def test_tuning_sets_what_is_there_and_names_what_is_not(tmp_path: Path) -> None
     assert [path.read_text() for path in governors] == ["performance", "performance"]
     assert [path.read_text() for path in interrupts] == ["1", "1"]
     assert "performance governor on 2 cores" in said
+    assert [state.read_text() for state in states] == ["0", "0", "1"]
+    assert "1 idle states off" in said
     assert "2 of 2 interrupts on core 0, isolated cores: 1-3" in said
     assert "not here: " in said
     assert "tcp_rto_min_us" in said

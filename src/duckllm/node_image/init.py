@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,6 +46,10 @@ _TOKEN_SOURCES = (
 )
 
 
+class _StopError(Exception):
+    """Somebody pressed Ctrl-Alt-Del."""
+
+
 class Node:
     """All that runs on this machine.
 
@@ -59,19 +64,30 @@ class Node:
         self._restarts = Restarts()
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._kept: dict[int, Callable[[], subprocess.Popen[bytes]]] = {}
         self._stopping = False
         signal.signal(signal.SIGINT, self._stop)  # Ctrl-Alt-Del
         signal.signal(signal.SIGTERM, self._stop)
 
     def run(self) -> None:
         """Starts everything and stays; returns when the node shall be started again."""
+        try:
+            self._run()
+        except _StopError:
+            self._say("node: asked to start again")
+        for child in self._children.values():
+            child.terminate()
+        time.sleep(1.0)
+
+    def _run(self) -> None:
         self._say(f"node: duckllm {self._image['version']}, kernel {os.uname().release}")
         medium = self._read_medium()
         settings = self._settings(medium, with_token=False)
         socket.sethostname(settings.name or network.host_name())
-        self._children |= {child.pid: child for child in network.bring_up(settings, self._say)}
+        for start in network.bring_up(settings, self._say):
+            self._keep(start)
         if self._image["shell"]:
-            self._start_shell()
+            self._keep(_start_shell)
         leases = self._wait_for_lease()
         settings = self._settings(medium, with_token=True)
         self._set_clock(settings, leases)
@@ -104,8 +120,6 @@ class Node:
             except (ConfigError, OSError, subprocess.TimeoutExpired) as error:
                 self._say(f"node: does not join: {error}; tries again in {_SETTINGS_AGAIN_S:g} s")
                 self._wait(_SETTINGS_AGAIN_S)
-            if self._stopping:
-                _restart(self._say)
 
     def _read_medium(self) -> dict[str, Any]:
         device = _find_label(MEDIUM_LABEL)
@@ -178,20 +192,16 @@ class Node:
         _TOKEN_FILE.chmod(0o600)
         for path in (home, _TOKEN_FILE):
             os.chown(path, WORKER_USER, WORKER_USER)
-        while not self._stopping:
+        while True:
             make_room()
             worker = self._start_worker(settings, has_cache)
             reason = self._watch(worker, settings.port)
-            if self._stopping:
-                break
             self._say(f"node: the worker {reason}")
             if not self._restarts.ended(time.monotonic()):
                 self._say("node: it ended too often; the node starts again in 10 s")
                 self._wait(10.0)
                 return
             self._wait(0.5)
-        worker.terminate()
-        self._wait(2.0)
 
     def _start_worker(self, settings: NodeSettings, has_cache: bool) -> subprocess.Popen[bytes]:
         home = _CACHE if has_cache else _TOKEN_FILE.parent
@@ -241,8 +251,6 @@ class Node:
             if look_at is not None and now >= look_at:
                 look_at = None
                 self._look()
-            if self._stopping:
-                worker.terminate()
             if not listening:
                 if now - started > _LISTEN_TIMEOUT_S:
                     killed = f"did not listen within {_LISTEN_TIMEOUT_S:g} s, and was killed"
@@ -264,23 +272,18 @@ class Node:
         self._say(f"node: processes: {describe_processes()}")
         self._say(f"node: open ports: {describe_ports()}")
 
-    def _start_shell(self) -> None:
-        child = subprocess.Popen(
-            [network.BUSYBOX, "setsid", "-c", network.BUSYBOX, "sh", "-c", f"exec {network.BUSYBOX} sh -l"],
-            stdin=(terminal := os.open("/dev/console", os.O_RDWR)),
-            stdout=terminal,
-            stderr=terminal,
-            env={"PATH": "/bin:/usr/bin", "HOME": "/run", "TERM": "linux"},
-        )
-        os.close(terminal)
-        self._children[child.pid] = child
-
     def _wait(self, seconds: float, until_readable: int | None = None) -> None:
-        """Waits, keeps the watchdog quiet, and takes note of every process that ends."""
+        """Waits, keeps the watchdog quiet, and takes note of every process that ends.
+
+        Raises:
+            _StopError: The node shall start again.
+        """
         deadline = time.monotonic() + seconds
-        while not self._stopping:
+        while True:
             self._watchdog.pet()
             self._reap()
+            if self._stopping:
+                raise _StopError
             left = deadline - time.monotonic()
             if left <= 0:
                 return
@@ -295,12 +298,36 @@ class Node:
                 self._reap()
                 return
 
+    def _keep(self, start: Callable[[], subprocess.Popen[bytes]]) -> None:
+        """Starts a program that is started again where it ends."""
+        child = start()
+        self._children[child.pid], self._kept[child.pid] = child, start
+
     def _reap(self) -> None:
+        again = []
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 child = self._children.pop(ended[0], None)
                 if child is not None:
                     child.returncode = os.waitstatus_to_exitcode(ended[1])
+                if ended[0] in self._kept:
+                    again.append(self._kept.pop(ended[0]))
+        for start in again:
+            self._keep(start)
+
+
+def _start_shell() -> subprocess.Popen[bytes]:
+    terminal = os.open("/dev/console", os.O_RDWR | os.O_NOCTTY)
+    try:
+        return subprocess.Popen(
+            [network.BUSYBOX, "setsid", "-c", network.BUSYBOX, "sh", "-l"],
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            env={"PATH": "/bin:/usr/bin", "HOME": "/run", "TERM": "linux"},
+        )
+    finally:
+        os.close(terminal)
 
 
 def worker_command(settings: NodeSettings, has_cache: bool, can_announce: bool) -> list[str]:

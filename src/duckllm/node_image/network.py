@@ -6,6 +6,7 @@ which keeps the lease and holds no port open meanwhile.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -45,11 +46,13 @@ def host_name(root: Path = Path("/")) -> str:
     return "duck"
 
 
-def bring_up(settings: NodeSettings, say: Callable[[str], None]) -> list[subprocess.Popen[bytes]]:
-    """Gives the node its address, or starts to ask for one on every card.
+def bring_up(
+    settings: NodeSettings, say: Callable[[str], None]
+) -> list[Callable[[], subprocess.Popen[bytes]]]:
+    """Gives the node its address, or says what asks for one on every card.
 
     Returns:
-        The DHCP clients, which go on running.
+        What starts the DHCP clients, which stay.
     """
     LEASES.mkdir(mode=0o700, exist_ok=True)
     _ip("link", "set", "lo", "up")
@@ -58,38 +61,25 @@ def bring_up(settings: NodeSettings, say: Callable[[str], None]) -> list[subproc
         say("node: no wired network card has a driver here")
     for card in cards:
         _ip("link", "set", card, "up")
-    if settings.address:
-        card = _first_with_cable(cards)
-        _ip("addr", "replace", settings.address, "broadcast", "+", "dev", card)
-        if settings.gateway:
-            _ip("route", "replace", "default", "via", settings.gateway, "dev", card)
-        facts = {"interface": card, "address": settings.address, "time_servers": []}
-        (LEASES / f"lease-{card}.json").write_text(json.dumps(facts))
-        return []
-    name = socket.gethostname()
-    return [
-        subprocess.Popen(
-            [
-                BUSYBOX,
-                "udhcpc",
-                "-f",
-                "-i",
-                card,
-                "-s",
-                DHCP_EVENT,
-                "-x",
-                f"hostname:{name}",
-                "-T",
-                "2",
-                "-A",
-                "3",
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for card in cards
-    ]
+    if not settings.address:
+        return [functools.partial(_start_dhcp, card) for card in cards]
+    card = _first_with_cable(cards)
+    _ip("addr", "replace", settings.address, "broadcast", "+", "dev", card)
+    if settings.gateway:
+        _ip("route", "replace", "default", "via", settings.gateway, "dev", card)
+    facts = {"interface": card, "address": settings.address, "time_servers": []}
+    (LEASES / f"lease-{card}.json").write_text(json.dumps(facts))
+    return []
+
+
+def _start_dhcp(card: str) -> subprocess.Popen[bytes]:
+    command = [BUSYBOX, "udhcpc", "-f", "-i", card, "-s", DHCP_EVENT, "-T", "2", "-A", "3"]
+    return subprocess.Popen(
+        [*command, "-x", f"hostname:{socket.gethostname()}"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
 
 
 def leases() -> list[dict[str, Any]]:

@@ -1,0 +1,90 @@
+"""The node's first program over its worker, in a process of its own, as it reaps every child that ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Plays the node: argv is the image's facts and the worker's program; prints what the console shows.
+NODE = """
+import subprocess, sys, types
+from pathlib import Path
+from duckllm.node_image import init, watchdog
+init.IMAGE_FACTS = Path(sys.argv[1])
+init._LISTEN_TIMEOUT_S, init._PROBE_EVERY_S, init._LOOK_AFTER_S = 3.0, 0.1, 0.0
+init.Watchdog = lambda: watchdog.Watchdog(Path("/nowhere/watchdog"))
+init.answers = lambda port, has_token: ANSWERS
+node = init.Node(types.SimpleNamespace(say=lambda line: print(line, flush=True)))
+worker = subprocess.Popen(
+    [sys.executable, "-c", sys.argv[2]], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+)
+node._children[worker.pid] = worker
+try:
+    print("reason:", node._watch(worker, 7411), flush=True)
+except init._StopError:
+    print("stopped", flush=True)
+    worker.kill()
+"""
+LISTENING = 'print(\'{"event": "listening", "isa": "avx2"}\', flush=True)\n'
+
+
+@pytest.fixture
+def facts(tmp_path: Path) -> Path:
+    path = tmp_path / "image.json"
+    path.write_text(json.dumps({"version": "1", "shell": False, "announce": False}))
+    return path
+
+
+def start(facts: Path, worker: str, *, answers: bool = True) -> subprocess.Popen[str]:
+    code = NODE.replace("ANSWERS", repr(answers))
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(facts), worker],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def lines_of(node: subprocess.Popen[str]) -> list[str]:
+    text, _ = node.communicate(timeout=60)
+    assert node.returncode == 0, text
+    return text.splitlines()
+
+
+def test_the_end_of_a_worker_is_noticed_and_its_last_words_shown(facts: Path) -> None:
+    ends = "import sys; print('first'); sys.stdout.write('no line end'); sys.stdout.flush(); sys.exit(3)"
+    assert lines_of(start(facts, ends)) == ["first", "no line end", "reason: ended (exit status 3)"]
+
+
+def test_a_worker_that_does_not_listen_is_killed(facts: Path) -> None:
+    said = lines_of(start(facts, "import time; time.sleep(600)"))
+    assert said == ["reason: did not listen within 3 s, and was killed"]
+
+
+def test_a_worker_that_gives_no_sign_of_life_is_killed_after_three_questions(facts: Path) -> None:
+    said = lines_of(start(facts, LISTENING + "import time; time.sleep(600)", answers=False))
+    assert said[0] == "node: joined: the worker listens on port 7411 (avx2)"
+    assert said[-1] == "reason: gave no sign of life 3 times, and was killed"
+
+
+def test_what_runs_and_listens_is_shown_once_the_worker_listens(facts: Path) -> None:
+    said = lines_of(start(facts, LISTENING + "import time; time.sleep(1.5)"))
+    looks = [line.removeprefix("node: ") for line in said if line.startswith("node: ")]
+    for line, begins in zip(
+        looks, ("joined", "ready", "memory used:", "processes:", "open ports:"), strict=True
+    ):
+        assert line.startswith(begins)
+    [processes] = [line for line in said if "processes" in line]
+    assert f"{os.getpid()} " in processes
+    assert said[-1] == "reason: ended (exit status 0)"
+
+
+def test_ctrl_alt_del_ends_the_watch(facts: Path) -> None:
+    node = start(facts, LISTENING + "import time; time.sleep(600)")
+    assert node.stdout is not None
+    assert "joined" in node.stdout.readline()
+    node.send_signal(2)
+    assert lines_of(node)[-1] == "stopped"
