@@ -228,12 +228,14 @@ def inside(args: Any) -> None:
                 pauses[node.name] = reset_in_an_answer(llm, node, expected[0], greedy)
             result["pause_of_reset_s"] = pauses
             need(answers(llm) == expected, "the answers after both resets")
-        try:
-            with LLM(workers=workers, cluster_token="another", **OPTIONS, **PATIENT):
-                need(False, "a host with another token is refused")
-        except AuthenticationError as error:
-            print(f"another token: {error}", flush=True)
-        for node in nodes:
+        ready = [line for line in shown(stick.text()) if ": ready, " in line]
+        need("fetched" in ready[0] and "fetched" not in ready[-1], f"weights stay on the disk: {ready}")
+        for node, worker in zip(nodes, workers, strict=True):
+            try:
+                with LLM(workers=[worker], cluster_token="another", **OPTIONS, **PATIENT):
+                    need(False, "a host with another token is refused")
+            except AuthenticationError as error:
+                print(f"another token: {error}", flush=True)
             node.wait_for("refused: ")
             refused = re.findall(r"worker: .*refused: .*", node.text())[-1].strip()
             print(f"{node.name}: {refused}", flush=True)
