@@ -163,9 +163,9 @@ def test_who_only_listens_gives_no_sign_of_life() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         assert not answers(port, has_token=True, timeout_s=0.2)
+        listener.accept()[0].close()  # the first asker's, which waited in the queue
         closer = threading.Thread(target=lambda: listener.accept()[0].close())
         closer.start()
-        listener.accept()[0].close()  # the first asker's, which waited in the queue
         assert not answers(port, has_token=True, timeout_s=5.0)
         closer.join()
     assert not answers(port, has_token=True, timeout_s=0.2)
