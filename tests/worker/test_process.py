@@ -304,6 +304,7 @@ def test_both_command_lines_have_the_same_flags_and_defaults() -> None:
     assert parser == command
     fields = {name: value for name, value in vars(WorkerConfig()).items()}
     assert (fields.pop("token"), fields.pop("shared_memory")) == (None, ())
+    assert (parser.pop("allow"), fields.pop("allow")) == (None, ())
     assert {name: parser[name] for name in fields} == fields
 
 

@@ -54,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--copy", action="store_true", help="copy the slice into memory, in huge pages")
     parser.add_argument("--announce", action="store_true", help="tell hosts of this worker by multicast DNS")
     parser.add_argument("--node-name", help="name that this node goes by, else the system's")
-    parser.add_argument("--allow", action="append", default=[], help="an address that may connect; else any")
+    parser.add_argument("--allow", action="append", help="an address that may connect; else any")
     parser.add_argument("--token-file", type=Path, help="file that holds the cluster token")
     for name in ("handshake", "frame", "send"):
         parser.add_argument(
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if flags["cache_bytes"] is not None:
             flags["cache_bytes"] = parse_size("cache_bytes", flags["cache_bytes"])
-        flags["allow"] = tuple(flags["allow"])
+        flags["allow"] = tuple(flags["allow"] or ())
         flags["shared_memory"] = tuple(flags["shared_memory"])
         run_worker(WorkerConfig(token=read_token(token_file), **flags), json_output=json_output)
     except KeyboardInterrupt:  # before there are handlers for signals
