@@ -172,6 +172,19 @@ def test_what_was_heard_before_changes_nothing(nodes: Nodes) -> None:
         assert set(states(found)) == {"b"}
 
 
+def test_a_node_that_is_back_with_an_earlier_clock_is_asked_soon(nodes: Nodes) -> None:
+    nodes.problems[at(2)] = WorkerUnavailableError("worker 10.0.0.2:7411 is not available: no route")
+    with searching(nodes) as found:
+        found.take("a", node("a", 2, time_us=5))
+        until(lambda: states(found) == {"a": GONE})
+        num_asked = len(nodes.asked)
+        found.take("x", node("x", 2, time_us=4))
+        until(lambda: len(nodes.asked) > num_asked)
+        nodes.problems.clear()
+        found.take("a", node("a", 2, time_us=1))
+        until(lambda: states(found) == {"a": WAITING})
+
+
 def test_a_replayed_place_comes_no_further_than_a_question(nodes: Nodes) -> None:
     nodes.problems[at(9)] = WorkerUnavailableError("worker 10.0.0.9:7411 is not available: no route")
     with searching(nodes) as found:

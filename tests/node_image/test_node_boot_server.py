@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import shlex
 import shutil
 import socket
 import subprocess
@@ -16,7 +17,14 @@ import pytest
 
 from duckllm.errors import ConfigError
 from duckllm.node_image import serve
-from duckllm.node_image.serve import ServeOptions, boot_script, dnsmasq_config, interface_address, prepare
+from duckllm.node_image.serve import (
+    ServeOptions,
+    boot_script,
+    commands,
+    dnsmasq_config,
+    interface_address,
+    prepare,
+)
 from duckllm.node_image.settings import merge, read_command_line, read_file
 
 NETWORK = ipaddress.IPv4Interface("10.0.0.1/24")
@@ -104,6 +112,10 @@ def test_the_script_tries_again_where_a_file_does_not_come() -> None:
         ({"dhcp_range": "10.0.0.5,10.0.0.9"}, "range"),
         ({"dhcp_range": "127.0.0.5"}, "range"),
         ({"http_port": 0}, "http_port"),
+        ({"interface": "lo\nenable-ra"}, "interface"),
+        ({"interface": "lo\0"}, "interface"),
+        ({"interface": "l" * 16}, "interface"),
+        ({"token": " "}, "token"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_written(
@@ -113,6 +125,42 @@ def test_mistakes_are_named_before_anything_is_written(
         prepare(changed(options, **fields), tmp_path / "served")
     assert error.value.field == named
     assert not (tmp_path / "served").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "{}", '{"kernel_options": 1}', '{"kernel_options": "quiet\\nshell"}', "[" * 9999, "\udc80"],
+    ids=range(7),
+)
+def test_facts_of_an_image_that_no_build_wrote(options: ServeOptions, tmp_path: Path, content: str) -> None:
+    (options.image / "image.json").write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match="what duckllm node-image build wrote"):
+        prepare(options, tmp_path / "served")
+
+
+@pytest.mark.parametrize("name", ["a,b", "a #b", 'a"b', "a\\b", "a\nb"])
+def test_a_folder_that_dnsmasq_would_misread(options: ServeOptions, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        prepare(options, tmp_path / name)
+    assert error.value.field == "write_only"
+    assert not (tmp_path / name).exists()
+
+
+def test_a_node_reads_every_token_as_it_was_given(options: ServeOptions, tmp_path: Path) -> None:
+    token = "\N{DUCK} \x7f\"\\\n\t\x01'''host = 1 \u2028 #\xe9"
+    prepared = prepare(changed(options, token=token), tmp_path / "served")
+    text = (prepared.files / "node.toml").read_bytes().decode("utf-8")
+    assert read_file(text, "node.toml") == {"token": token, "port": 7411, "host": "10.0.0.1"}
+
+
+def test_by_hand_it_is_started_by_lines_for_a_shell(options: ServeOptions, tmp_path: Path) -> None:
+    prepared = prepare(options, tmp_path / "with space")
+    [dnsmasq] = commands(prepared, None)
+    assert shlex.split(dnsmasq)[-1] == f"--conf-file={tmp_path}/with space/dnsmasq.conf"
+    assert commands(prepared, 8069)[0] == dnsmasq
+    words = shlex.split(commands(prepared, 8069)[1])
+    assert words[:4] == ["python3", "-m", "http.server", "8069"]
+    assert words[4:] == ["--bind", "127.0.0.1", "--directory", str(prepared.files)]
 
 
 def test_http_sends_files_and_shows_no_folder(options: ServeOptions, tmp_path: Path) -> None:

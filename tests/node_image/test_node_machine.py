@@ -11,7 +11,7 @@ import pytest
 
 from duckllm.node_image.dhcp_event import commands, lease
 from duckllm.node_image.facts import describe_ports, describe_processes, used_memory_bytes
-from duckllm.node_image.network import clock_offset, host_name, wired_interfaces
+from duckllm.node_image.network import clock_offset, fetch_config, host_name, wired_interfaces
 from duckllm.node_image.tuning import make_room, tune
 from duckllm.node_image.watchdog import Restarts, answers
 from worker_harness import running_worker
@@ -104,6 +104,21 @@ def answer_of(received: float, sent: float, *, mode: int = 4, leap: int = 0, str
 
     head = bytes([leap << 6 | 4 << 3 | mode, stratum])
     return head + bytes(30) + struct.pack("!4I", *moment(received), *moment(sent))
+
+
+def test_a_boot_server_that_speaks_no_http_is_an_error_that_is_tried_again() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with server.accept()[0] as asked:
+                asked.recv(4096)
+                asked.sendall(b"SSH-2.0-x\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(OSError, match=r"no answer of an HTTP server \(BadStatusLine\)"):
+            fetch_config(f"http://127.0.0.1:{server.getsockname()[1]}/node.toml")
+        thread.join()
 
 
 def test_the_clock_moves_by_the_middle_of_both_ways() -> None:

@@ -142,6 +142,17 @@ def test_the_usb_form_depends_on_content_alone_and_holds_the_settings(tmp_path: 
     assert "DUCKLLM" in run(["mlabel", "-s", "-i", volume, "::"])
 
 
+def test_packages_of_a_build_that_was_interrupted_are_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "check_programs", lambda: None)
+    monkeypatch.setattr(build, "suite_for", lambda version: "bookworm")
+    (tmp_path / "debian/usr").mkdir(parents=True)
+    with pytest.raises(ConfigError) as error:
+        build.build(tmp_path / "out", BuildOptions(packages=tmp_path / "debian"), lambda line: None)
+    assert error.value.field == "packages"
+
+
 def test_a_program_that_fails_is_named_with_its_last_line() -> None:
     with pytest.raises(BuildError, match="exit status 3: second"):
         run([sys.executable, "-c", "import sys; print('first\\nsecond', file=sys.stderr); sys.exit(3)"])

@@ -9,7 +9,7 @@ import pytest
 
 from duckllm.errors import ConfigError
 from duckllm.node_image.init import worker_command
-from duckllm.node_image.settings import NodeSettings, merge, read_command_line, read_file
+from duckllm.node_image.settings import NodeSettings, merge, read_command_line, read_fetched, read_file
 
 
 def test_the_command_line_gives_what_begins_with_duck() -> None:
@@ -19,6 +19,54 @@ def test_the_command_line_gives_what_begins_with_duck() -> None:
     found = read_command_line(line)
     assert found == {"token": "two words", "port": 7500, "host": "10.0.0.1,10.0.0.2"}
     assert merge(found).hosts == ("10.0.0.1", "10.0.0.2")
+
+
+@pytest.mark.parametrize(
+    ("line", "token"),
+    [
+        ("splash=it's duck.token=a", "a"),
+        ('duck.token=a splash="no end', "a"),
+        (r"duck.token=a\b'c", r"a\b'c"),
+        ('"duck.token=two words"', "two words"),
+        ('duck.token="two words', "two words"),
+        ('duck.token=a"b c"d', 'a"b c"d'),
+        ("duck.token=a duck.token=b", "b"),
+    ],
+)
+def test_words_are_the_kernels_and_not_a_shells(line: str, token: str) -> None:
+    assert read_command_line(line) == {"token": token}
+
+
+def test_a_mark_of_byte_order_is_no_part_of_a_file() -> None:
+    assert read_file('\ufefftoken = "a"\r\n', "node.toml") == {"token": "a"}
+
+
+@pytest.mark.parametrize("text", ["port = " + "1" * 5000, "token = " + "[" * 5000])
+def test_numbers_and_nesting_without_end_are_a_mistake_like_others(text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_file(text, "node.toml")
+    assert error.value.field == "node.toml"
+
+
+def test_unknown_names_are_shown_as_one_short_line() -> None:
+    with pytest.raises(ConfigError) as error:
+        read_file('"\\u001b[2J\\n' + "x" * 5000 + '" = 1', "node.toml")
+    assert str(error.value).isprintable()
+    assert len(str(error.value)) < 400
+
+
+def test_the_boot_server_gives_no_node_its_address() -> None:
+    assert read_fetched('token = "a"\nname = "b"', "http://x/y") == {"token": "a", "name": "b"}
+    for name in ("address", "gateway"):
+        with pytest.raises(ConfigError, match=f"{name}: got '10.0.0.1/24', expected it on the medium"):
+            read_fetched(f'{name} = "10.0.0.1/24"', "http://x/y")
+
+
+def test_a_gateway_lies_in_the_nodes_network() -> None:
+    assert merge({"address": "10.0.0.2/24", "gateway": "10.0.0.1"}).gateway == "10.0.0.1"
+    for address in ("", "10.0.1.2/24"):
+        with pytest.raises(ConfigError, match="gateway"):
+            merge({"address": address, "gateway": "10.0.0.1"})
 
 
 def test_the_first_source_that_names_a_field_decides() -> None:
@@ -60,7 +108,18 @@ def test_mistakes_on_the_command_line(line: str, named: str) -> None:
         ("gateway", "10.0.0"),
         ("time_server", "::1"),
         ("address", "10.0.0.11/33"),
+        ("address", "10.0.0.11"),
+        ("token", " \n"),
+        ("token", "\udc80"),
         ("config", "ftp://10.0.0.1/x"),
+        ("config", "http://[::1/x"),
+        ("config", "http://10.0.0.1:x/"),
+        ("config", "http:///node.toml"),
+        ("config", "tftp://10.0.0.1/a b"),
+        ("cache_label", ""),
+        ("cache_label", "a\0b"),
+        ("cache_label", "x" * 17),
+        ("cache_bytes", "0"),
         ("cache_bytes", "much"),
         ("announce", "yes"),
         ("name", "a b"),

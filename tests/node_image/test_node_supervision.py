@@ -88,3 +88,27 @@ def test_ctrl_alt_del_ends_the_watch(facts: Path) -> None:
     assert "joined" in node.stdout.readline()
     node.send_signal(2)
     assert lines_of(node)[-1] == "stopped"
+
+
+# argv is the image's facts; each look at the medium finds the next of these.
+MEDIUM = """
+import sys, types
+from pathlib import Path
+from duckllm.node_image import init, watchdog
+init.IMAGE_FACTS = Path(sys.argv[1])
+init._SETTINGS_AGAIN_S = 0.01
+init.Watchdog = lambda: watchdog.Watchdog(Path("/nowhere/watchdog"))
+node = init.Node(types.SimpleNamespace(say=lambda line: print(line, flush=True)))
+texts = ["hots = '10.0.0.1'", "host = '10.0.0.1'"]
+node._look_at_medium = lambda: init.read_file(texts.pop(0), "node.toml")
+print(node._read_medium())
+"""
+
+
+def test_a_mistake_on_the_medium_is_waited_out_and_not_passed_over(facts: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MEDIUM, str(facts)], capture_output=True, text=True, check=True, timeout=60
+    )
+    first, last = done.stdout.splitlines()
+    assert first.startswith("node: does not join: node.toml: hots: got an unknown name, expected one of")
+    assert last == "{'host': '10.0.0.1'}"

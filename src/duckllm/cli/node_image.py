@@ -117,7 +117,8 @@ def serve(
     write_only: Annotated[
         Path | None,
         typer.Option(
-            help="Write dnsmasq's configuration and the files it sends into this folder, and start nothing.",
+            help="Write dnsmasq's configuration and the files it sends into this folder, start nothing, and "
+            "print what would be started.",
             show_default=False,
         ),
     ] = None,
@@ -128,11 +129,11 @@ def serve(
     token in the clear: use it on a network of the cluster's own.
     """
     from duckllm.cluster.token import read_token
-    from duckllm.node_image.serve import ServeOptions, prepare, run
+    from duckllm.node_image.serve import ServeOptions, commands, prepare, run
 
     options = ServeOptions(image, interface, read_token(token_file), host, port, dhcp_range, http_port, ipxe)
     if write_only is not None:
         prepared = prepare(options, write_only)
-        print(f"dnsmasq --keep-in-foreground --conf-file={prepared.config}")
+        print("\n".join(commands(prepared, http_port)))
         return
     run(options, tell)

@@ -139,7 +139,11 @@ class Discovery:
         with self._changed:
             known = self._entries.get(address)
             if known is not None and announcement.time_us <= known.time_us:
-                return  # heard again, or replayed
+                # Heard again, replayed, or a node whose clock went back: no more than worth a question.
+                if known.node.state == GONE:
+                    known.ask_at_s = min(known.ask_at_s, time.monotonic() + _SOON_S)
+                    self._changed.notify_all()
+                return
             if known is None and not self._has_room():
                 return
             self._news_s = time.monotonic()

@@ -113,6 +113,9 @@ def build(out: Path, options: BuildOptions, tell: Callable[[str], None]) -> dict
         if not debian.exists() or not any(debian.iterdir()):
             tell(f"packages of Debian {suite}")
             extract_packages(debian, suite, options.mirror)
+        if len(list((debian / "boot").glob("vmlinuz-*"))) != 1:  # of a build that was interrupted
+            expected = "a folder that is empty, or that a build has filled to the end"
+            raise ConfigError("packages", str(debian), expected)
         tell("files of the node")
         root, first = work / "root", work / "first"
         root.mkdir()

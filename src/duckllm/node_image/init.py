@@ -21,11 +21,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from duckllm.errors import ConfigError
+from duckllm.errors import ConfigError, InWords
 from duckllm.node_image import network
 from duckllm.node_image.console import Console
 from duckllm.node_image.facts import describe_ports, describe_processes, used_memory_bytes
-from duckllm.node_image.settings import MEDIUM_LABEL, NodeSettings, merge, read_command_line, read_file
+from duckllm.node_image.settings import (
+    MEDIUM_LABEL,
+    NodeSettings,
+    merge,
+    read_command_line,
+    read_fetched,
+    read_file,
+)
 from duckllm.node_image.tuning import make_room, tune
 from duckllm.node_image.watchdog import Restarts, Watchdog, answers
 
@@ -90,6 +97,8 @@ class Node:
             self._keep(_start_shell)
         leases = self._wait_for_lease()
         settings = self._settings(medium, with_token=True)
+        if settings.name:  # which the boot server may have said
+            socket.sethostname(settings.name)
         self._set_clock(settings, leases)
         for line in tune():
             self._say(f"node: {line}")
@@ -108,10 +117,10 @@ class Node:
         """
         while True:
             try:
-                ours = read_command_line(Path("/proc/cmdline").read_text())
+                ours = read_command_line(Path("/proc/cmdline").read_text(errors="surrogateescape"))
                 settings = merge(ours, medium)
                 if with_token and settings.config:
-                    theirs = read_file(network.fetch_config(settings.config), settings.config)
+                    theirs = read_fetched(network.fetch_config(settings.config), settings.config)
                     settings = merge(ours, theirs, medium)
                     self._say(f"node: settings from {settings.config}")
                 if with_token and not settings.token:
@@ -122,24 +131,31 @@ class Node:
                 self._wait(_SETTINGS_AGAIN_S)
 
     def _read_medium(self) -> dict[str, Any]:
+        """The settings of the medium; waits until they are right, as one of them may say who may connect."""
+        while True:
+            try:
+                return self._look_at_medium()
+            except (OSError, ConfigError) as error:
+                self._say(f"node: does not join: {error}; tries again in {_SETTINGS_AGAIN_S:g} s")
+                self._wait(_SETTINGS_AGAIN_S)
+
+    def _look_at_medium(self) -> dict[str, Any]:
         device = _find_label(MEDIUM_LABEL)
         if device is None:
             return {}
         target = Path("/run/medium")
-        target.mkdir()
+        target.mkdir(exist_ok=True)
         try:
             _mount(device, target, "vfat", _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
         except OSError as error:
-            self._say(f"node: {device} cannot be mounted ({error.strerror})")
-            return {}
+            raise OSError(f"{device} cannot be mounted ({error.strerror})") from None
         try:
             path = target / "node.toml"
             found = read_file(path.read_text(encoding="utf-8"), "node.toml") if path.exists() else {}
             self._say(f"node: settings from {device}")
             return found
-        except (OSError, UnicodeDecodeError, ConfigError) as error:
-            self._say(f"node: settings of {device} are not used: {error}")
-            return {}
+        except UnicodeDecodeError:
+            raise ConfigError("node.toml", InWords("bytes that are not UTF-8"), "text in UTF-8") from None
         finally:
             subprocess.run([network.BUSYBOX, "umount", str(target)], check=False)
 

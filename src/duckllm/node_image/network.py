@@ -7,6 +7,7 @@ which keeps the lease and holds no port open meanwhile.
 from __future__ import annotations
 
 import functools
+import http.client
 import json
 import os
 import socket
@@ -109,8 +110,11 @@ def fetch_config(address: str) -> str:
         content = path.read_bytes()
         path.unlink()
     else:
-        with urllib.request.urlopen(address, timeout=_FETCH_TIMEOUT_S) as reply:
-            content = reply.read(_MAX_CONFIG_BYTES + 1)
+        try:
+            with urllib.request.urlopen(address, timeout=_FETCH_TIMEOUT_S) as reply:
+                content = reply.read(_MAX_CONFIG_BYTES + 1)
+        except (http.client.HTTPException, ValueError) as error:  # no HTTP, or an address of none
+            raise OSError(f"{address}: no answer of an HTTP server ({type(error).__name__})") from None
     if len(content) > _MAX_CONFIG_BYTES:
         raise OSError(f"more than {_MAX_CONFIG_BYTES} bytes")
     try:

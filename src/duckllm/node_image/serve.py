@@ -14,6 +14,8 @@ import http.server
 import ipaddress
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import socket
@@ -32,6 +34,8 @@ from duckllm.node_image.settings import NodeSettings
 LOADERS = {"x86PC": "undionly.kpxe", "X86-64_EFI": "snponly.efi", "BC_EFI": "snponly.efi"}
 SCRIPT, SETTINGS = "boot.ipxe", "node.toml"
 IMAGE_FILES = ("vmlinuz", "initrd.img")
+_INTERFACE = re.compile(r"[!-~]{1,15}")  # IFNAMSIZ less one, of linux/if.h
+_IN_A_PATH = re.compile(r'[^,"\\#]+')  # what dnsmasq takes for a path alone
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B  # of linux/sockios.h
 
 
@@ -139,10 +143,15 @@ def node_settings(options: ServeOptions) -> str:
     if options.token is None:
         raise ConfigError("cluster_token", None, "a token for the nodes", "--token-file FILE")
     settings = NodeSettings(token=options.token, host=options.host, port=options.port)
-    lines = [f"token = {json.dumps(settings.token)}", f"port = {settings.port}"]
+    lines = [f"token = {_toml_text(settings.token)}", f"port = {settings.port}"]
     if settings.host:
-        lines.append(f"host = {json.dumps(settings.host)}")
+        lines.append(f"host = {_toml_text(settings.host)}")
     return "\n".join(lines) + "\n"
+
+
+def _toml_text(text: str) -> str:
+    """Text as TOML has it: as JSON, but characters beyond 16 bits are not written as two."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def interface_address(interface: str) -> ipaddress.IPv4Interface:
@@ -151,7 +160,9 @@ def interface_address(interface: str) -> ipaddress.IPv4Interface:
     Raises:
         ConfigError: There is no such interface, or it has none.
     """
-    name = struct.pack("256s", interface.encode()[:15])
+    if not _INTERFACE.fullmatch(interface):
+        raise ConfigError("interface", interface, "the name of a network interface")
+    name = struct.pack("256s", interface.encode())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         try:
             address, mask = (
@@ -177,28 +188,50 @@ def prepare(options: ServeOptions, folder: Path) -> Prepared:
     if options.http_port is not None and not 1 <= options.http_port <= 65535:
         raise ConfigError("http_port", options.http_port, "1 to 65535")
     for path in (*(options.image / name for name in (*IMAGE_FILES, "image.json")),):
-        if not path.exists():
+        if not path.is_file():
             raise ConfigError(
                 "image", str(options.image), f"a folder with {path.name}", "duckllm node-image build"
             )
     for loader in sorted(set(LOADERS.values())):
-        if not (options.ipxe / loader).exists():
+        if not (options.ipxe / loader).is_file():
             raise ConfigError("ipxe", str(options.ipxe), f"a folder with {loader}", "apt-get install ipxe")
     settings = node_settings(options)
-    kernel_options = json.loads((options.image / "image.json").read_text())["kernel_options"]
+    kernel_options = _kernel_options(options.image / "image.json")
     base = f"tftp://{address}" if options.http_port is None else f"http://{address}:{options.http_port}"
     files = folder.absolute() / "files"
+    if not (_IN_A_PATH.fullmatch(str(files)) and str(files).isprintable()):
+        raise ConfigError("write_only", str(folder), "a path without commas, quotes, \\ and #, for dnsmasq")
     files.mkdir(parents=True, exist_ok=True)
     for source in [
         *(options.image / name for name in IMAGE_FILES),
         *(options.ipxe / name for name in LOADERS.values()),
     ]:
         shutil.copyfile(source, files / source.name)
-    (files / SCRIPT).write_text(boot_script(base, kernel_options))
-    (files / SETTINGS).write_text(settings)
+    (files / SCRIPT).write_text(boot_script(base, kernel_options), encoding="utf-8")
+    (files / SETTINGS).write_text(settings, encoding="utf-8")
     config = folder.absolute() / "dnsmasq.conf"
-    config.write_text(dnsmasq_config(options, network, files))
+    config.write_text(dnsmasq_config(options, network, files), encoding="utf-8")
     return Prepared(config, files, address)
+
+
+def commands(prepared: Prepared, http_port: int | None) -> list[str]:
+    """How to start by hand what :func:`run` starts, as lines for a shell."""
+    lines = [shlex.join(["dnsmasq", "--keep-in-foreground", f"--conf-file={prepared.config}"])]
+    if http_port is not None:
+        where = ["--bind", prepared.address, "--directory", str(prepared.files)]
+        lines.append(shlex.join(["python3", "-m", "http.server", str(http_port), *where]))
+    return lines
+
+
+def _kernel_options(path: Path) -> str:
+    expected = "what duckllm node-image build wrote"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["kernel_options"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ConfigError("image", str(path), expected) from None
+    if not isinstance(found, str) or not found.isprintable():
+        raise ConfigError("image", str(path), expected)
+    return found
 
 
 def run(options: ServeOptions, tell: Callable[[str], None]) -> None:
