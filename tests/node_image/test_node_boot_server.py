@@ -23,6 +23,7 @@ from duckllm.node_image.serve import (
     commands,
     dnsmasq_config,
     interface_address,
+    is_way_out,
     prepare,
 )
 from duckllm.node_image.settings import merge, read_command_line, read_file
@@ -184,6 +185,18 @@ def test_an_interface_must_be_named() -> None:
     )
     assert done.returncode == 2
     assert "--interface" in done.stderr
+
+
+def test_the_way_to_other_networks_is_known(tmp_path: Path) -> None:
+    table = tmp_path / "proc/net/route"
+    assert not is_way_out("eth0", tmp_path)
+    table.parent.mkdir(parents=True)
+    table.write_text(
+        "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
+        "eth0\t00000000\t010200C0\t0003\t0\t0\t0\t00000000\t0\t0\t0\n"
+        "eth1\t00000A0A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0\n"
+    )
+    assert [name for name in ("eth0", "eth1", "eth") if is_way_out(name, tmp_path)] == ["eth0"]
 
 
 def test_loopback_has_its_address() -> None:

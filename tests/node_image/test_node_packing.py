@@ -142,6 +142,25 @@ def test_the_usb_form_depends_on_content_alone_and_holds_the_settings(tmp_path: 
     assert "DUCKLLM" in run(["mlabel", "-s", "-i", volume, "::"])
 
 
+def test_the_cause_is_the_first_error_that_apt_names() -> None:
+    said = "I: begins\\nE: Failed to fetch x\\nE: failed to run"
+    with pytest.raises(BuildError, match=r"exit status 25: E: Failed to fetch x$"):
+        run([sys.executable, "-c", f"import sys; print('{said}', file=sys.stderr); sys.exit(25)"])
+
+
+@pytest.mark.parametrize(("user", "modes"), [(0, []), (1000, ["--mode=chrootless"])])
+def test_packages_are_extracted_by_any_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: int, modes: list[str]
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(build, "run", commands.append)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    build.extract_packages(tmp_path / "debian", "bookworm", "")
+    [command] = commands
+    assert [word for word in command if word.startswith("--mode")] == modes
+    assert command[-2:] == ["bookworm", str(tmp_path / "debian")]
+
+
 def test_packages_of_a_build_that_was_interrupted_are_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

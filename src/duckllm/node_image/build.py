@@ -156,6 +156,8 @@ def extract_packages(debian: Path, suite: str, mirror: str) -> None:
     debian.mkdir(parents=True, exist_ok=True)
     hook = f'cd "$1/var/cache/apt/archives" && sha256sum *.deb > "$1/{_PACKAGE_LIST}"'
     command = ["mmdebstrap", "--variant=extract", "--include=" + ",".join(PACKAGES)]
+    if os.geteuid():  # else it would look for a user's range of ids, of which nothing here has a use
+        command.append("--mode=chrootless")
     run([*command, "--extract-hook=" + hook, suite, str(debian), *([mirror] if mirror else [])])
 
 
@@ -173,7 +175,9 @@ def run(command: list[str], **given: Any) -> str:
     )
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["nothing"]
-        raise BuildError(f"{command[0]} failed with exit status {done.returncode}: {said[-1]}")
+        # apt's and mmdebstrap's first error is the cause, and their last that there was one.
+        line = next((line for line in said if line.startswith("E: ")), said[-1])
+        raise BuildError(f"{command[0]} failed with exit status {done.returncode}: {line}")
     return done.stdout
 
 

@@ -254,6 +254,11 @@ def run(options: ServeOptions, tell: Callable[[str], None]) -> None:
         with _serving_http(prepared, options.http_port):
             command = [program, "--keep-in-foreground", "--log-facility=-", f"--conf-file={prepared.config}"]
             tell(f"nodes boot from {prepared.address} on {options.interface}; Ctrl-C stops it")
+            if is_way_out(options.interface):
+                tell(
+                    f"warning: {options.interface} leads to other networks too: what boots from it there "
+                    "becomes a node, and whoever asks gets the token"
+                )
             child = subprocess.Popen(command)
             previous = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
             stopped = False
@@ -305,6 +310,13 @@ def _check_range(text: str | None, network: ipaddress.IPv4Interface) -> None:
         raise ConfigError("range", text, expected) from None
     if first not in network.network or last not in network.network or first > last:
         raise ConfigError("range", text, expected)
+
+
+def is_way_out(interface: str, root: Path = Path("/")) -> bool:
+    """Whether the default route leads through it: then it may be no network of the cluster's own."""
+    table = root / "proc/net/route"
+    rows = [line.split() for line in table.read_text().splitlines()[1:]] if table.exists() else []
+    return any(row[0] == interface and row[1] == row[7] == "00000000" for row in rows if len(row) > 7)
 
 
 def _serves_time() -> bool:
