@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import shlex
 import shutil
 import socket
@@ -145,6 +146,16 @@ def test_a_folder_that_dnsmasq_would_misread(options: ServeOptions, tmp_path: Pa
         prepare(options, tmp_path / name)
     assert error.value.field == "write_only"
     assert not (tmp_path / name).exists()
+
+
+def test_another_user_reads_what_is_sent(options: ServeOptions, tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        prepared = prepare(options, tmp_path / "served")
+    finally:
+        os.umask(before)
+    assert prepared.files.stat().st_mode & 0o777 == 0o755
+    assert {path.stat().st_mode & 0o777 for path in prepared.files.iterdir()} == {0o644}
 
 
 def test_a_node_reads_every_token_as_it_was_given(options: ServeOptions, tmp_path: Path) -> None:

@@ -209,6 +209,9 @@ def prepare(options: ServeOptions, folder: Path) -> Prepared:
         shutil.copyfile(source, files / source.name)
     (files / SCRIPT).write_text(boot_script(base, kernel_options), encoding="utf-8")
     (files / SETTINGS).write_text(settings, encoding="utf-8")
+    files.chmod(0o755)  # dnsmasq reads as a user of its own, whatever this one's umask
+    for name in (*IMAGE_FILES, *LOADERS.values(), SCRIPT, SETTINGS):
+        (files / name).chmod(0o644)
     config = folder.absolute() / "dnsmasq.conf"
     config.write_text(dnsmasq_config(options, network, files), encoding="utf-8")
     return Prepared(config, files, address)
