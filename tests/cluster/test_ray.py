@@ -295,7 +295,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             {"cluster": "kubernetes"},
-            r"cluster: got 'kubernetes', expected local, static, ray or ray:name:port",
+            r"cluster: got 'kubernetes', expected local, static, ray, discover, ray:name:port or discover:10",
         ),
         ({"cluster": 1}, r"cluster: got 1, expected local"),
         (

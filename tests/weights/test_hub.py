@@ -264,5 +264,5 @@ def test_without_the_package(hf_cache: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_command_line_takes_a_name(hub: FakeHub, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["convert", REPO, str(tmp_path / "dst")])
     assert done.exit_code == 0, done.output
-    assert f"fp9 from F8_E4M3 of {REPO} at {COMMIT}, 1 MoE layers" in done.stdout
+    assert f"fp9 from F8_E4M3 of {REPO} at {COMMIT}, 1 MoE layer," in done.stdout
     assert Manifest.load(tmp_path / "dst").source["hub_id"] == REPO

@@ -26,7 +26,8 @@ const COLUMNS = ["Worker", "State", "Share", "Weights", "Computes with", "Connec
 const none = "–";
 const time = (us) => (us === null || us === undefined ? none : seconds(us / 1e6));
 const ofSeconds = (value) => (value === null || value === undefined ? none : seconds(value));
-const ofNode = (node) => [node.memory_bytes ? bytes(node.memory_bytes) : "", node.read_gb_per_s ? `${short(node.read_gb_per_s)} GB/s` : ""];
+const list = (...parts) => parts.filter(Boolean).join(", ");
+const speed = (node) => list(node.memory_bytes && bytes(node.memory_bytes), node.read_gb_per_s && `${short(node.read_gb_per_s)} GB/s`);
 const words = (name) => name.replace(/_(s|bytes)$/, "").replaceAll("_", " ");
 
 function setText(node, text) {
@@ -208,32 +209,32 @@ export class ClusterView {
     this.table.hidden = !workers.length;
     while (this.rows.childElementCount > workers.length) this.rows.lastElementChild.remove();
     while (this.rows.childElementCount < workers.length) this.rows.append(newRow());
-    const named = new Set(workers.map(({ name }) => name).filter((name, at, all) => name && all.indexOf(name) === all.lastIndexOf(name)));
+    const nameOf = ({ name }) => workers.filter((own) => own.name === name).length < 2 && name;
     const most = Math.max(...workers.map(({ share }) => share));
-    workers.forEach((worker, at) => this.showWorker(this.rows.children[at], worker, most, named.has(worker.name)));
+    workers.forEach((worker, at) => this.showWorker(this.rows.children[at], worker, most, nameOf(worker)));
   }
 
-  /** Nodes that compute nothing: they wait for a lost one's place, or are not taken in. */
+  /** Nodes that only wait. */
   showOthers(nodes) {
     this.othersCard.hidden = !nodes.length;
     showList(this.others, nodes.map((node) => [
-      node.address ? `${node.name}, ${node.address}` : node.name,
-      [STATES[node.state] ?? node.state, ...ofNode(node)].filter(Boolean).join(", ") + (node.problem ? `: ${node.problem}` : ""),
+      list(node.name, node.address),
+      list(STATES[node.state], speed(node)) + (node.problem ? `: ${node.problem}` : ""),
     ]));
   }
 
-  showWorker(row, worker, most, isNamed) {
+  showWorker(row, worker, most, name) {
     const cell = (at) => row.children[at].lastElementChild;
     const isNew = performance.now() - (this.returned.get(worker.index) ?? -Infinity) < NEWS_MS;
     row.className = worker.is_lost ? "lost" : isNew ? "back" : "";
     cell(0).firstElementChild.textContent = String(worker.index);
-    setText(cell(0).lastElementChild, isNamed ? `${worker.name}, ${worker.address}` : worker.address);
+    setText(cell(0).lastElementChild, list(name, worker.address));
     setText(cell(1), worker.is_lost ? "lost" : isNew ? "back again" : "working");
     const [bar, share] = cell(2).children;
     bar.firstElementChild.style.width = `${(100 * worker.share) / (most || 1)}%`;
     setText(share, `${Number((100 * worker.share).toFixed(1))} %, ${count(worker.stripes, "stripe")}`);
     setText(cell(3), `${worker.weights_bytes === null ? none : bytes(worker.weights_bytes)} ${worker.weight_format}`);
-    setText(cell(4), [worker.isa, worker.threads === null ? "" : count(worker.threads, "thread"), ...ofNode(worker)].filter(Boolean).join(", "));
+    setText(cell(4), list(worker.isa, worker.threads && count(worker.threads, "thread"), speed(worker)));
     setText(cell(5), worker.connection);
     setText(cell(6), time(worker.is_lost ? null : worker.round_trip_us));
     setText(cell(7), time(worker.is_lost ? null : worker.compute_us));

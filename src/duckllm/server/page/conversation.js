@@ -53,7 +53,7 @@ export function select(conversation, message) {
   conversation.leaf = leaf.id;
 }
 
-/** What is sent to the model for a reply below `leaf`: a reply that failed before its first word is left out. */
+/** What is sent for a reply below `leaf`, without replies that failed before their first word. */
 export function history(conversation, leaf) {
   return path(conversation, leaf)
     .filter((message) => message.role === "user" || message.content !== "")

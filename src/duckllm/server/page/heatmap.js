@@ -93,7 +93,7 @@ export class HeatMap {
     return `${where}: ${seconds(time / 1e6)}${comparison}`;
   }
 
-  /** Where cells lie: {isWide, across, down, width, height}, the last two those of a cell in CSS pixels. */
+  /** Where cells lie: {isWide, across, down, width, height}, the last two of a cell, in pixels. */
   get grid() {
     const isWide = this.node.clientWidth >= WIDE_PX;
     const { layers, workers } = this.data;

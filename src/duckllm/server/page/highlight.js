@@ -1,4 +1,4 @@
-// Colours for code: comments, strings, numbers and the commonest keywords, for languages of several families.
+// Colours for code: comments, strings, numbers, common keywords of some families.
 // Where it does not know better the code stays as it is; the text is the same in any case.
 
 import { h } from "./dom.js";

@@ -17,7 +17,7 @@ const THINKING = [["", "As the model does"], ["on", "On"], ["off", "Off"]];
 
 let canSwitchThinking = true;
 
-/** Takes over what the model's card says: what an empty field means, and whether there is a choice of thinking. */
+/** Takes over what the model's card says of empty fields and of thinking. */
 export function setModel({ default_sampling_params: defaults = {}, can_switch_thinking: canSwitch = true }) {
   canSwitchThinking = canSwitch;
   const { elements } = $("settings-form");
