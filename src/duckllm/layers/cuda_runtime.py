@@ -66,7 +66,7 @@ class CudaRuntime:
         torch.cuda.set_device(self.device)
         self.lanes = Lanes(self.device)
         self._staging = Staging(self.device)
-        self._workspaces: dict[object, Workspace] = {}  # of each stream
+        self._workspaces: dict[tuple[int, bool], Workspace] = {}  # of each stream
         self._tables: WeakKeyDictionary[RotaryTable, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()
 
     def pack(self, weight: torch.Tensor, scales: torch.Tensor | None) -> DeviceWeight:
@@ -303,11 +303,10 @@ class Lanes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.where: object = (0, False)  # whose turn it is, and whether beside it
+        self.where = (0, False)  # whose turn it is, and whether beside it
         self._streams: list[torch.cuda.Stream] = []
         self._sides: list[torch.cuda.Stream] = []
         self._events: list[torch.cuda.Event] = []
-        self._current = 0
         self._is_forked: set[int] = set()  # the lanes that something is computed beside
 
     @contextlib.contextmanager
@@ -337,7 +336,7 @@ class Lanes:
     @contextlib.contextmanager
     def turn(self, number: int) -> Iterator[None]:
         """A lane's turn at a layer; outside of :meth:`capture` on the current stream."""
-        self._current, self.where = number, (number, False)
+        self.where = number, False
         try:
             if not self._streams:
                 yield
@@ -349,7 +348,7 @@ class Lanes:
                 yield
             self._events[number].record(stream)
         finally:
-            self._current, self.where = 0, (0, False)
+            self.where = 0, False
 
     def fork(self) -> torch.cuda.Event | None:
         """This place in the lane whose turn it is; None outside of :meth:`capture`."""
@@ -365,7 +364,7 @@ class Lanes:
         if fork is None:
             yield
             return
-        lane = self._current
+        lane, _ = self.where
         side = self._sides[lane]
         side.wait_event(fork)
         self._is_forked.add(lane)
@@ -378,9 +377,10 @@ class Lanes:
 
     def join(self) -> None:
         """Lets the lane whose turn it is wait for what is beside it."""
-        if self._current in self._is_forked:
-            self._is_forked.remove(self._current)
-            torch.cuda.current_stream(self._device).wait_stream(self._sides[self._current])
+        lane, _ = self.where
+        if lane in self._is_forked:
+            self._is_forked.remove(lane)
+            torch.cuda.current_stream(self._device).wait_stream(self._sides[lane])
 
 
 def _event() -> torch.cuda.Event:

@@ -99,18 +99,22 @@ class CapturedSteps:
         self._last = hidden, [len(token_ids) for token_ids, _ in lanes]
         return hidden
 
-    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The logits [T, V] of what the last :meth:`forward` gave, until the next; None of anything else."""
+    def logits_of(self, hidden: torch.Tensor, rows: Sequence[int] | None) -> torch.Tensor | None:
+        """The logits [T, V] of what the last :meth:`forward` gave, or of ``rows``; None of anything else."""
         if self._last is None or self._last[0] is not hidden:
             return None
         assert self._logits is not None
-        self._logits_event.synchronize()
         numbers = self._last[1]
-        if len(numbers) == 1:
-            return self._logits[: numbers[0]]
         firsts = accumulate(map(_padded, numbers), initial=0)
-        parts = zip(firsts, numbers, strict=False)
-        return torch.cat([self._logits[first : first + number] for first, number in parts])
+        places = [
+            first + row for first, number in zip(firsts, numbers, strict=False) for row in range(number)
+        ]
+        self._logits_event.synchronize()
+        # Not by PyTorch, which shares out a row's numbers: its threads then want all cores for a while, and
+        # workers and the exchange wait for theirs.
+        return torch.from_numpy(
+            self._logits.numpy()[places if rows is None else [places[row] for row in rows]]
+        )
 
     def draft(
         self,

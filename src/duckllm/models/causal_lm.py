@@ -350,10 +350,7 @@ class CausalLM:
             hidden: [T, H] from :meth:`forward`; result: [T or len(rows), V] f32, on the CPU
         """
         with self.runtime.active():
-            logits = None if self.captured is None else self.captured.logits_of(hidden)
+            logits = None if self.captured is None else self.captured.logits_of(hidden, rows)
             if logits is not None:
-                # Not by PyTorch, which shares out a row's numbers: its threads then want all cores for a
-                # while, and workers and the exchange wait for theirs.
-                copy = logits.numpy()[slice(None) if rows is None else list(rows)].copy()
-                return torch.from_numpy(copy)
+                return logits
             return self.runtime.to_cpu(self.head(hidden if rows is None else hidden[rows]))
