@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from duckllm.node_image.console import Console
 from duckllm.node_image.dhcp_event import commands, lease
 from duckllm.node_image.facts import describe_ports, describe_processes, used_memory_bytes
 from duckllm.node_image.network import clock_offset, fetch_config, host_name, wired_interfaces
@@ -153,6 +154,40 @@ def test_processes_are_those_with_a_command(tmp_path: Path) -> None:
     write(tmp_path, "proc/9/cmdline", "/sbin/init\0")
     write(tmp_path, "proc/9/status", "RssAnon:\t   1000 kB\n")
     assert describe_processes(tmp_path) == "9 init (1 MB); 10 python3 -I -m duckllm.worker (20 MB)"
+
+
+def test_words_of_others_stay_in_one_line_of_bounded_length(tmp_path: Path) -> None:
+    commands = {
+        3: b"/bin/bash\0-c\0large_limit=0\n  while true\n",
+        4: b"/a/\x1b[2Jclear\0\xff\xfe\0" + b"w" * 3000 + b"\0tab\there\0not shown\0",
+        5: b"\0\0",
+        6: b"one\xe2\x80\xa8two\0\xc2\x9b31m\0" + "Ente \U0001f986".encode(),
+        7: b"x" * 10_000,
+    }
+    for number, command in commands.items():
+        write(tmp_path, f"proc/{number}/cmdline", "").write_bytes(command)
+        write(tmp_path, f"proc/{number}/status", f"Name:\tits\\nname{number}\nRssAnon:\t 1000 kB\n")
+    write(tmp_path, "proc/8/cmdline", "ended meanwhile")
+    said = describe_processes(tmp_path)
+    assert said == (
+        "3 bash -c large_limit=0 while true (1 MB); "
+        f"4 ?[2Jclear \ufffd\ufffd {'w' * 29}... tab here (1 MB); "
+        "5 [its\\nname5] (1 MB); "
+        "6 one two ?31m Ente \U0001f986 (1 MB); "
+        f"7 {'x' * 29}... (1 MB)"
+    )
+
+
+def test_the_console_shows_one_printable_line_of_bounded_length(tmp_path: Path) -> None:
+    write(tmp_path, "sys/class/tty/console/active", "tty0 ttyS0\n")
+    screen = write(tmp_path, "dev/tty0", "")  # and no serial line
+    console = Console(tmp_path)
+    console.say("node: a\nb\tc\x1b[2J\x00\x9b\udcff \u2028 ü")
+    console.say("w" * 10_000)
+    first, second, rest = screen.read_bytes().split(b"\r\n")
+    assert first.decode() == "node: a b c?[2J???   ü"
+    assert second == b"w" * 3997 + b"..."
+    assert rest == b""
 
 
 def test_used_memory_is_what_nobody_could_have(tmp_path: Path) -> None:

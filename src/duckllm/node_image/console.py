@@ -6,6 +6,18 @@ import contextlib
 import os
 from pathlib import Path
 
+MOST_CHARACTERS = 4000  # of a line
+
+
+def one_line(text: str, most: int = MOST_CHARACTERS) -> str:
+    """Text of whatever origin as one printable line of at most ``most`` characters.
+
+    Line ends and tabs become spaces, what a terminal would obey a question mark; the end of longer ones is
+    three dots.
+    """
+    cut = text if len(text) <= most else text[: most - 3] + "..."
+    return "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in cut)
+
 
 class Console:
     """Writes lines; never waits for a terminal and never fails.
@@ -24,8 +36,8 @@ class Console:
                 self._terminals.append(os.open(root / "dev" / name, flags))
 
     def say(self, line: str) -> None:
-        """One line; what a terminal would obey is shown as a question mark."""
-        shown = "".join(char if char.isprintable() else "?" for char in line)
+        """One line, whatever there is in it."""
+        shown = one_line(line)
         for terminal in self._terminals:
             with contextlib.suppress(OSError):
                 os.write(terminal, f"{shown}\r\n".encode("utf-8", "replace"))

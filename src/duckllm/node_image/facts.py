@@ -10,7 +10,11 @@ import socket
 import struct
 from pathlib import Path
 
+from duckllm.node_image.console import one_line
+
 _LISTENING, _UNCONNECTED = "0A", "07"  # states of TCP and UDP sockets in /proc/net
+_MOST_COMMAND_BYTES = 4096  # of a process's words, which are read
+_MOST_WORD_CHARACTERS = 32  # of each that is shown
 
 
 def used_memory_bytes(root: Path = Path("/")) -> int:
@@ -23,16 +27,21 @@ def used_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def describe_processes(root: Path = Path("/")) -> str:
-    """Every process but the kernel's own: number, first words, memory of its own."""
+    """Every process but the kernel's own: number, first words, memory of its own; one line, as it is shown.
+
+    Whoever starts a process gives it words, so that these may be anything: each is shown up to 32 characters.
+    """
     found = []
     for path in sorted((root / "proc").glob("[0-9]*"), key=lambda path: int(path.name)):
-        with contextlib.suppress(OSError, IndexError):  # ended meanwhile
-            words = (path / "cmdline").read_text().rstrip("\0").split("\0")
-            if words == [""]:
-                continue  # a thread of the kernel
-            status = (path / "status").read_text()
+        with contextlib.suppress(OSError, IndexError):  # ended meanwhile, or a thread of the kernel
+            with (path / "cmdline").open("rb") as file:
+                words = file.read(_MOST_COMMAND_BYTES).rstrip(b"\0").decode("utf-8", "replace").split("\0")
+            status = (path / "status").read_text(errors="replace")
             resident_kb = int(status.partition("RssAnon:")[2].split()[0])
-            name = " ".join([Path(words[0]).name, *words[1:]][:4])
+            if words == [""]:  # which a program can do to its own
+                words = [f"[{status.partition('Name:')[2].splitlines()[0].strip()}]"]
+            words[0] = words[0].rpartition("/")[2]
+            name = " ".join(one_line(" ".join(word.split()), _MOST_WORD_CHARACTERS) for word in words[:4])
             found.append(f"{path.name} {name} ({resident_kb / 1000:.0f} MB)")
     return "; ".join(found)
 

@@ -46,6 +46,7 @@ _LISTEN_TIMEOUT_S = 180.0
 _PROBE_EVERY_S = 10.0
 _LOOK_AFTER_S = 15.0  # so that what the worker does first is over
 _MOST_UNANSWERED = 3
+_MOST_LINE_BYTES = 65536
 _SETTINGS_AGAIN_S = 30.0
 _TOKEN_SOURCES = (
     "the cluster token: duck.token= on the kernel's command line, token = in node.toml of the medium, "
@@ -253,6 +254,8 @@ class Node:
             with contextlib.suppress(BlockingIOError):
                 text += os.read(worker.stdout.fileno(), 65536)
             *lines, text = text.split(b"\n")
+            if len(text) > _MOST_LINE_BYTES:  # which has no end so far, and would be kept until it has
+                lines, text = [*lines, text], b""
             for line in lines:
                 shown = line.decode("utf-8", "replace")
                 if not listening and shown.startswith('{"event"'):
