@@ -28,6 +28,15 @@ def test_rules_name_layers() -> None:
     assert chosen("int8:5-7,9", "fp8:mtp") == "int4, int8 in layers 5-7 and 9, fp8 in layer 61"
     assert chosen("fp8:3-9", "int8:5") == "int4, fp8 in layers 3-4, 6-9 and 61, int8 in layer 5"
     assert chosen("none", "fp9:0-3") == "int4, fp9 in layer 3"
+    assert chosen("none", "fp8:0-61") == "fp8"
+
+
+def test_a_range_may_end_with_a_layer_without_experts() -> None:
+    layers = LayerNumbers([1, 2], 4)  # the last of four layers is dense
+    plain = dict.fromkeys(layers.moe_layers, "")
+    assert layer_formats(layers, plain, keep=["fp8:0-3"]) == {1: "fp8", 2: "fp8"}
+    with pytest.raises(ConfigError, match=r"keep: got '0-4', .*this model's are 1 to 2"):
+        layer_formats(layers, plain, keep=["fp8:0-4"])
 
 
 def test_rules_for_other_layers_leave_mtp_in_fp8() -> None:
@@ -45,6 +54,9 @@ def test_rules_for_other_layers_leave_mtp_in_fp8() -> None:
         ("fp8:middle", "keep: got 'middle', expected first, last, mtp, or numbers"),
         ("fp8:0-2", "keep: got '0-2', .*this model's are 3 to 61"),
         ("fp8:-1", "keep: got '-1', expected first"),
+        ("int8:0-999", "keep: got '0-999', expected first, .*this model's are 3 to 61"),
+        ("int8:5,61-62", "keep: got '61-62', .*this model's are 3 to 61"),
+        ("int8:7-3", "keep: got '7-3', .*this model's are 3 to 61"),
     ],
 )
 def test_rules_that_are_none(rule: str, message: str) -> None:

@@ -43,7 +43,7 @@ class LayerNumbers:
         """The layers of one word of a rule.
 
         Raises:
-            ConfigError: The word is none, or names a layer without experts.
+            ConfigError: The word is none, or names layers that are not there, or none with experts.
         """
         passed = [layer for layer in self.moe_layers if layer < self.num_hidden_layers]
         words = {"first": passed[:1], "last": passed[-1:], "mtp": self.mtp}
@@ -55,7 +55,7 @@ class LayerNumbers:
             raise ConfigError("keep", text, expected)
         first, last = int(match[1]), int(match[2] or match[1])
         found = [layer for layer in self.moe_layers if first <= layer <= last]
-        if not found:
+        if not found or last > max(self.num_hidden_layers - 1, *self.moe_layers):
             have = f"{self.moe_layers[0]} to {self.moe_layers[-1]}" if self.moe_layers else "none"
             raise ConfigError("keep", text, f"{expected}; this model's are {have}")
         return found
