@@ -175,7 +175,7 @@ def test_parts_that_do_not_fit_are_named(
 def unpack(path: Path, form: Form, shape: tuple[int, int]) -> None:
     matrix = found(path, form, shape)
     with TensorReader() as reader:
-        matrix.unpack(reader)
+        matrix.load(reader)
 
 
 def test_act_order_is_refused_by_name(tmp_path: Path) -> None:
@@ -243,6 +243,32 @@ def test_scales_that_are_not_finite(tmp_path: Path, name: str, tensor: str, bad:
     path = write(tmp_path, written, **{tensor: (dtype, grid, stored(scales)[2])})
     with pytest.raises(CheckpointError, match=rf"{tensor}: got 1 non-finite scale\(s\), expected none"):
         unpack(path, form, shape)
+
+
+@pytest.mark.parametrize("name", ["compressed-32", "compressed-zeros", "mxfp4", "gptq-zeros", "awq-32"])
+def test_a_matrix_without_any_scale_is_damaged(tmp_path: Path, name: str) -> None:
+    """A group without a scale is one of small weights; a matrix without one, of zeros."""
+    form, shape = FORMS[name], (8, 256)
+    written = form.write(np.random.default_rng(0), shape)
+    tensor = "weight_scale" if "weight_scale" in written.tensors else "scales"
+    dtype, grid, data = written.tensors[tensor]
+    none = np.zeros(len(data), np.uint8)
+    number = int(np.prod(grid))
+    lost = re.escape(f"{NAME}{tensor}: got {number} scale(s) of zero, expected others for codes that are not")
+    with pytest.raises(CheckpointError, match=lost):
+        unpack(write(tmp_path, written, **{tensor: (dtype, grid, none.tobytes())}), form, shape)
+    with pytest.raises(CheckpointError, match=lost), TensorReader() as reader:
+        list(DequantisedTensor.of(found(tmp_path / "one.safetensors", form, shape)).chunks(reader))
+    one = none.copy()
+    one[:2] = 0x20
+    unpack(write(tmp_path, written, **{tensor: (dtype, grid, one.tobytes())}), form, shape)
+    if name in ("compressed-32", "mxfp4"):  # whose code of 0 is the same in each group
+        codes = written.tensors["weight_packed"]
+        zeros = bytes([0x88 if name == "compressed-32" else 0x80]) * len(codes[2])
+        changes = {tensor: (dtype, grid, none.tobytes()), "weight_packed": (*codes[:2], zeros)}
+        with TensorReader() as reader:
+            matrix = found(write(tmp_path, written, **changes), form, shape).load(reader)
+        assert not matrix.values().any()
 
 
 def test_a_negative_scale_turns_its_group(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -367,6 +368,34 @@ def test_powers_of_two_at_the_ends_of_e8m0(tmp_path: Path, byte: int) -> None:
     assert decoded(manifest, 1, 0).up_scales[0, 0] == 2.0**-127
     expected = wide(made, "model.layers.1.mlp.experts.0.up_proj.", KINDS["e8m0"])
     np.testing.assert_array_equal(read_back(manifest, 1, 0, "up"), expected)
+
+
+def without_scales(*names: str) -> Callable[[dict], None]:
+    def edit(tensors: dict) -> None:
+        for name in names:
+            dtype, shape, data = tensors[name]
+            tensors[name] = (dtype, shape, bytes(len(data)))
+
+    return edit
+
+
+def test_a_matrix_without_any_scale_is_damaged(tmp_path: Path) -> None:
+    expert = "model.layers.1.mlp.experts.1.up_proj.weight"
+    host = "model.layers.0.mlp.down_proj.weight"
+    edit = without_scales(f"{expert}_scale_inv")
+    make(tmp_path / "src", "block-128", edit=edit)
+    words = r"experts\.1\.up_proj\.weight_scale_inv: got 6 scale\(s\) of zero, expected others for codes"
+    with pytest.raises(CheckpointError, match=words):
+        convert(tmp_path / "src", tmp_path / "dst")
+    make(tmp_path / "zeros", "block-128", edit=without_scales(f"{expert}_scale_inv", expert))
+    manifest = convert(tmp_path / "zeros", tmp_path / "of-zeros")
+    assert not read_back(manifest, 1, 1, "up").any()
+    make(tmp_path / "host", "block-128", edit=without_scales(f"{host}_scale_inv"))
+    convert(tmp_path / "host", tmp_path / "host-dst")
+    tensors = HostTensors(tmp_path / "host-dst")
+    for read in (tensors.linear, tensors.stored_linear):
+        with pytest.raises(CheckpointError, match=r"down_proj\.weight_scale_inv: got \d scale\(s\) of zero"):
+            read(host.removesuffix(".weight"))
 
 
 def test_scales_of_activations_and_the_cache_are_not_needed(tmp_path: Path) -> None:

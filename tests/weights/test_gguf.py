@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -79,6 +80,7 @@ def make(
     host: Type = Type.Q8_0,
     family: str = "qwen3moe",
     parts: int = 1,
+    edit: Callable[[str, np.ndarray], None] | None = None,
     **types: Type,
 ) -> dict[str, np.ndarray]:
     """Writes a GGUF file, or parts of one, with config.json; returns the weights by Hugging Face's names.
@@ -101,6 +103,8 @@ def make(
         else:
             data = gguf.quantize(weights, kind)
         values[ours] = data.astype(np.float32) if data.dtype != np.uint8 else gguf.dequantize(data, kind)
+        if edit is not None:
+            edit(name, data)
         written.append((name, data, kind))
     for part in range(parts):
         file = "model.gguf" if parts == 1 else f"model-{part + 1:05d}-of-{parts:05d}.gguf"
@@ -193,6 +197,34 @@ def test_a_layer_of_several_types_is_not_kept(tmp_path: Path) -> None:
     assert error is not None
     whole = values["model.layers.0.mlp.experts.down_proj.weight"][1]
     assert np.linalg.norm(dequantise(read.down, read.down_scales) - whole) < 0.03 * np.linalg.norm(whole)
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q8_0])
+@pytest.mark.parametrize(("scale", "said"), [(0.0, "zero, expected others"), (np.inf, "non-finite")])
+def test_blocks_without_a_scale_are_damaged(tmp_path: Path, kind: Type, scale: float, said: str) -> None:
+    def edit(name: str, data: np.ndarray) -> None:
+        if name == "blk.1.ffn_up_exps.weight":
+            blocks = data[2].reshape(-1, gguf.GGML_QUANT_SIZES[kind][1])
+            blocks[:, :2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
+
+    make(tmp_path, kind, edit=edit)
+    experts = experts_of(tmp_path)
+    read = experts.read_packed if kind == Type.Q4_0 else experts.read
+    with TensorReader() as reader:
+        read(reader, 1, 1)
+        with pytest.raises(CheckpointError, match=rf"blk\.1\.ffn_up_exps\.weight\[2\]: .*{said}"):
+            read(reader, 1, 2)
+
+
+def test_an_expert_of_zeros_is_none_that_is_damaged(tmp_path: Path) -> None:
+    def edit(name: str, data: np.ndarray) -> None:
+        if name == "blk.0.ffn_up_exps.weight":
+            data[1] = gguf.quantize(np.zeros((128, 256), np.float32), Type.Q8_0)
+
+    make(tmp_path, Type.Q8_0, edit=edit)
+    with TensorReader() as reader:
+        weights, _ = experts_of(tmp_path).read(reader, 0, 1)
+    assert not (weights.up & 0x7F).any()
 
 
 def test_a_folder_with_a_gguf_file_is_inspected(tmp_path: Path) -> None:

@@ -62,14 +62,22 @@ class QuantisedMatrix:
 
         Shapes: result: [rows, columns] f32.
         """
-        columns = self.codes.shape[1]
-        group_of = np.arange(columns) // self.group_size
-        scales = self.scales[:, group_of]
-        if self.kind == "mxfp4":
-            return E2M1_VALUES[self.codes] * scales
-        zeros = np.float32(8) if self.zeros is None else self.zeros[:, group_of].astype(np.float32)
-        result: F32 = (self.codes.astype(np.float32) - zeros) * scales
+        result: F32 = self.without_scales() * self.scales[:, self._group_of()]
         return result
+
+    def without_scales(self) -> F32:
+        """The weights as if every scale was 1.
+
+        Shapes: result: [rows, columns] f32.
+        """
+        if self.kind == "mxfp4":
+            return E2M1_VALUES[self.codes]
+        zeros = np.float32(8) if self.zeros is None else self.zeros[:, self._group_of()].astype(np.float32)
+        result: F32 = self.codes.astype(np.float32) - zeros
+        return result
+
+    def _group_of(self) -> npt.NDArray[np.integer]:
+        return np.arange(self.codes.shape[1]) // self.group_size
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from duckllm.errors import CheckpointError
 from duckllm.weights.checkpoint import check_scales, fp8_scales, list_problems, load_json, read_quantisation
+from duckllm.weights.imports.packed import check_not_lost
 from duckllm.weights.manifest import Manifest, check_sha256
 from duckllm.weights.safetensors_file import TensorInfo, read_header
 from duckllm.weights.scales import ScaleGrid
@@ -93,7 +94,7 @@ class HostTensors:
         weight = self.get(f"{name}.weight")
         if not weight.is_floating_point():
             raise CheckpointError(f"{name}.weight: got {weight.dtype}, expected a floating type")
-        grid = self._grid(name)
+        grid = self._grid(name, weight)
         return weight.to(dtype) if grid is None else dequantise(weight, grid).to(dtype)
 
     def stored_linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -104,9 +105,10 @@ class HostTensors:
         Shapes: [out, in]; scales: [ceil(out/128), ceil(in/128)] for blocks or [out, 1] for rows, f32.
 
         Raises:
-            CheckpointError: There is no such tensor, or a scale is negative, NaN or infinite.
+            CheckpointError: There is no such tensor, a scale is negative, NaN or infinite, or all are zero.
         """
-        weight, grid = self.get(f"{name}.weight"), self._grid(name)
+        weight = self.get(f"{name}.weight")
+        grid = self._grid(name, weight)
         if grid is None:
             return weight, None
         for scales in (grid.blocks(), grid.by_row()):
@@ -114,12 +116,13 @@ class HostTensors:
                 return weight, torch.from_numpy(scales)
         return dequantise(weight, grid), None
 
-    def _grid(self, name: str) -> ScaleGrid | None:
+    def _grid(self, name: str, weight: torch.Tensor) -> ScaleGrid | None:
         if f"{name}.weight" not in self._scales:
             return None
         info, fit = self._scales[f"{name}.weight"]
         values = self.get(info.name).float().numpy()
         check_scales(values, info.name)
+        check_not_lost(values, info.name, lambda: bool(weight.view(torch.uint8).bitwise_and(0x7F).any()))
         rows, columns = self.shape(f"{name}.weight")
         return ScaleGrid.of(values, fit, (rows, columns))
 

@@ -37,7 +37,7 @@ from duckllm.weights.e4m3 import (
 )
 from duckllm.weights.formats import DOWN_GROUP, FORMATS, GATE_UP_GROUP
 from duckllm.weights.grouped import QuantisedExpert
-from duckllm.weights.imports.packed import PackedMatrix, StoredMatrix
+from duckllm.weights.imports.packed import PackedMatrix, StoredMatrix, check_not_lost
 from duckllm.weights.layout import PROJECTIONS, ModelLayout
 from duckllm.weights.safetensors_file import DTYPE_BYTES, TensorInfo, TensorReader
 from duckllm.weights.scales import ScaleFit, ScaleGrid
@@ -100,7 +100,7 @@ class ExpertTensor:
 
         Raises:
             WeightFormatError: A weight is NaN or infinite.
-            CheckpointError: A scale is negative, NaN or infinite.
+            CheckpointError: A scale is negative, NaN or infinite, or all are zero.
         """
         info = self.weight
         raw = self._part(reader, info, expert)
@@ -118,6 +118,8 @@ class ExpertTensor:
             )
         values = widen_to_f32(self._part(reader, self.scale, expert), self.scale.dtype)
         check_scales(values, self.scale.name)
+        place = f"{self.scale.name}[{expert}]" if self.stacked else self.scale.name
+        check_not_lost(values, place, lambda: bool((raw & 0x7F).any()))
         grid = self.fit.grid(self.shape)
         return self._oriented(raw, self.shape), ScaleGrid.of(
             np.ascontiguousarray(self._oriented(values, grid)), self.fit, self.shape
@@ -225,13 +227,14 @@ class ExpertTensors:
 
         Raises:
             UnsupportedModelError: Its inputs are grouped in the order of their activations.
-            CheckpointError: A scale is NaN or infinite, a zero point wrong, or a file ends early.
+            CheckpointError: A scale is NaN or infinite, all of a matrix are zero, a zero point is wrong, or a
+                file ends early.
         """
         matrices = []
         for part in PROJECTIONS:
             matrix = self._found[layer, part][expert]
             assert isinstance(matrix, PackedMatrix), matrix
-            matrices.append(matrix.unpack(reader))
+            matrices.append(matrix.load(reader))
         return QuantisedExpert(*matrices)
 
     def read(
@@ -241,7 +244,8 @@ class ExpertTensors:
 
         Raises:
             WeightFormatError: A weight is NaN or infinite.
-            CheckpointError: A scale is negative, NaN or infinite, or a file ends early.
+            CheckpointError: A scale is negative, NaN or infinite, all of a matrix are zero, or a file ends
+                early.
         """
         codes: dict[str, U8] = {}
         scales: dict[str, F32] = {}
@@ -260,7 +264,8 @@ class ExpertTensors:
 
         Raises:
             WeightFormatError: A weight is NaN or infinite.
-            CheckpointError: A scale is negative, NaN or infinite, or a file ends early.
+            CheckpointError: A scale is negative, NaN or infinite, all of a matrix are zero, or a file ends
+                early.
         """
         values: dict[str, F32] = {}
         for part, name, matrix, grid in self._matrices(reader, layer, expert):

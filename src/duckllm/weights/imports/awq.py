@@ -66,7 +66,9 @@ class Awq:
             )
 
         found = (codes, zeros, scales)
-        return PackedMatrix(weight, self.name, shape, found, group, "int4", scale_type, True, unpack)
+        return PackedMatrix(
+            weight, self.name, shape, found, group, "int4", scale_type, True, scales.name, unpack
+        )
 
 
 def _outputs(reader: TensorReader, info: TensorInfo, rows: int) -> U8:

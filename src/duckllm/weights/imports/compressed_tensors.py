@@ -86,7 +86,16 @@ class PackQuantized:
         others = tuple(info for info in (said, order) if info is not None)
         scale_type = SCALE_TYPES[found[1].dtype]
         return PackedMatrix(
-            weight, self.name, shape, (*found, *others), group, "int4", scale_type, not self.symmetric, unpack
+            weight,
+            self.name,
+            shape,
+            (*found, *others),
+            group,
+            "int4",
+            scale_type,
+            not self.symmetric,
+            found[1].name,
+            unpack,
         )
 
 

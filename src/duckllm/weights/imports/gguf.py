@@ -28,6 +28,7 @@ from duckllm.weights.imports.packed import (
     StoredMatrix,
     Tensors,
     check_finite,
+    check_not_lost,
 )
 from duckllm.weights.safetensors_file import DTYPE_BYTES, TensorInfo, TensorReader
 
@@ -180,6 +181,7 @@ class GgufBlocks:
         length = info.num_bytes // num_experts
         read = partial(_read_part, info=info, start=index * length, length=length)
         form = f"gguf {info.dtype}"
+        place = f"{info.name}[{index}]" if expert else info.name
         if info.dtype == _Q4_0:
 
             def unpack(reader: TensorReader) -> QuantisedMatrix:
@@ -187,7 +189,7 @@ class GgufBlocks:
                 # The low halves of a block's bytes are its first 16 weights.
                 codes = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], axis=1)
                 scales = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
-                check_finite(scales, info.name)
+                check_finite(scales, place)
                 return QuantisedMatrix(
                     codes=codes.reshape(shape),
                     scales=scales.reshape(shape[0], -1),
@@ -197,11 +199,11 @@ class GgufBlocks:
                     kind="int4",
                 )
 
-            return PackedMatrix(weight, form, shape, (info,), _GROUP, "int4", "f16", False, unpack)
+            return PackedMatrix(weight, form, shape, (info,), _GROUP, "int4", "f16", False, place, unpack)
         _check_type(info)
 
         def load(reader: TensorReader) -> F32:
-            return _dequantise(read(reader), info.dtype).reshape(shape)
+            return _dequantise(read(reader), info.dtype, place).reshape(shape)
 
         return FloatMatrix(weight, form, shape, (info,), load)
 
@@ -210,9 +212,21 @@ def _read_part(reader: TensorReader, *, info: TensorInfo, start: int, length: in
     return reader.read_part(info, start, length)
 
 
-def _dequantise(raw: U8, dtype: str) -> F32:
+def _dequantise(raw: U8, dtype: str, name: str) -> F32:
+    """The weights that a matrix's blocks stand for.
+
+    Raises:
+        CheckpointError: One is NaN or infinite, or all are zero and the blocks are not all the same.
+    """
     gguf = _package()
-    values: F32 = gguf.dequantize(raw.reshape(1, -1), gguf.GGMLQuantizationType[dtype])
+    kind = gguf.GGMLQuantizationType[dtype]
+    with np.errstate(all="ignore"):
+        values: F32 = gguf.dequantize(raw.reshape(1, -1), kind)
+    bad = values.size - int(np.count_nonzero(np.isfinite(values)))
+    if bad:
+        raise CheckpointError(f"{name}: got {bad} non-finite weight(s), expected none")
+    blocks = raw.reshape(-1, gguf.GGML_QUANT_SIZES[kind][1])
+    check_not_lost(values, name, lambda: bool((blocks != blocks[0]).any()))
     return values
 
 

@@ -90,7 +90,16 @@ class Gptq:
             )
 
         return PackedMatrix(
-            weight, self.name, shape, tuple(found), group, "int4", scale_type, not self.symmetric, unpack
+            weight,
+            self.name,
+            shape,
+            tuple(found),
+            group,
+            "int4",
+            scale_type,
+            not self.symmetric,
+            scales.name,
+            unpack,
         )
 
     def _zeros(self, points: U8, name: str) -> U8 | None:

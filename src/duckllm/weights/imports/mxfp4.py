@@ -61,7 +61,10 @@ class MxFp4PackQuantized:
                 kind="mxfp4",
             )
 
-        return PackedMatrix(weight, self.name, shape, (codes, scales), GROUP, "mxfp4", "bf16", False, unpack)
+        found = (codes, scales)
+        return PackedMatrix(
+            weight, self.name, shape, found, GROUP, "mxfp4", "bf16", False, scales.name, unpack
+        )
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,8 @@ class MxFp4Blocks:
                 kind="mxfp4",
             )
 
-        return PackedMatrix(weight, self.name, shape, (codes, scales), GROUP, "mxfp4", "bf16", False, unpack)
+        found, place = (codes, scales), f"{scales.name}[{index}]"
+        return PackedMatrix(weight, self.name, shape, found, GROUP, "mxfp4", "bf16", False, place, unpack)
 
 
 def _of_expert(reader: TensorReader, info: TensorInfo, expert: int) -> U8:

@@ -82,18 +82,32 @@ class PackedMatrix(StoredMatrix):
         kind: ``"int4"`` or ``"mxfp4"``.
         scale_type: ``"f16"`` or ``"bf16"``, in which its scales are exact.
         has_zeros: Whether its groups have zero points of their own.
-        unpack: Reads it.
+        scales: What messages call the tensor of its scales.
+        unpack: Reads it, of scales that are finite.
     """
 
     group_size: int
     kind: str
     scale_type: str
     has_zeros: bool
+    scales: str
     unpack: Callable[[TensorReader], QuantisedMatrix] = field(repr=False)
+
+    def load(self, reader: TensorReader) -> QuantisedMatrix:
+        """The matrix with the checkpoint's codes.
+
+        Raises:
+            UnsupportedModelError: Its inputs are grouped in the order of their activations.
+            CheckpointError: A scale is NaN or infinite, all are zero, a zero point is wrong, or a file ends
+                early.
+        """
+        matrix = self.unpack(reader)
+        check_not_lost(matrix.scales, self.scales, lambda: bool(matrix.without_scales().any()))
+        return matrix
 
     def parts(self, reader: TensorReader, rows: int) -> Iterator[F32]:
         """As :meth:`StoredMatrix.parts`."""
-        matrix = self.unpack(reader)
+        matrix = self.load(reader)
         for start in range(0, self.shape[0], rows):
             part = slice(start, start + rows)
             zeros = None if matrix.zeros is None else matrix.zeros[part]
@@ -254,6 +268,28 @@ def check_finite(values: F32, name: str) -> None:
     bad = values.size - int(np.count_nonzero(np.isfinite(values)))
     if bad:
         raise CheckpointError(f"{name}: got {bad} non-finite scale(s), expected none")
+
+
+def check_not_lost(scales: F32, name: str, has_weights: Callable[[], bool]) -> None:
+    """Checks that not all scales of a matrix are zero, unless its codes say that all its weights are.
+
+    A group whose weights were too small for the type of its scale has a scale of zero, whatever its codes
+    are. A whole matrix of those is a damaged file. e8m0 has no zero: several of its smallest, 2^-127, and
+    nothing else count as such.
+
+    Args:
+        scales: Those of the matrix.
+        name: What messages call their tensor.
+        has_weights: Whether any code stands for something else than 0.
+
+    Raises:
+        CheckpointError: Names the tensor.
+    """
+    is_zero = np.abs(scales) < np.finfo(np.float32).tiny if scales.size > 1 else scales == 0
+    if is_zero.all() and has_weights():
+        raise CheckpointError(
+            f"{name}: got {scales.size} scale(s) of zero, expected others for codes that are not all zero"
+        )
 
 
 def check_order(reader: TensorReader, info: TensorInfo, group_size: int) -> None:
