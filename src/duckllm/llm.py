@@ -67,8 +67,8 @@ class LLM:
 
     Args:
         model: A converted model folder, a Hugging Face checkpoint folder (converted once, into the model
-            cache), a model on the hub (``"org/name"`` or ``"org/name@revision"``), or None for the demo
-            model.
+            cache), a model on the hub (``"org/name"`` or ``"org/name@revision"``), or ``"demo"`` or None
+            for the demo model.
         workers: A number of workers to start, or the addresses of running ones (``"a:port,b:port"`` or a
             list); 0 computes the experts in this process. None starts 2 here, or with ``cluster="ray"`` one
             on each node, and with ``cluster="discover"`` takes every node that announces itself.

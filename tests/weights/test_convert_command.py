@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from duckllm.cli import convert as command
-from duckllm.errors import WeightHashError
+from duckllm.demo import CHECKPOINT
+from duckllm.errors import UnsupportedModelError, WeightHashError
 from duckllm.weights import console as console_module
 from duckllm.weights.console import ConsoleProgress
 from duckllm.weights.manifest import Manifest
@@ -36,6 +38,35 @@ def test_json_outcome(tmp_path: Path) -> None:
     assert outcome["rms_relative_error"] == 0.0
     assert outcome["source_dtype"] == "F8_E4M3"
     assert "Converting" in result.stderr
+
+
+def test_what_no_host_can_use_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path / "src", hidden_act="gelu")
+    arguments = [str(tmp_path / "src"), str(tmp_path / "dst")]
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, UnsupportedModelError)
+    assert "hidden_act: got 'gelu', expected 'silu'" in str(result.exception)
+    assert not (tmp_path / "dst").exists()
+    # A machine without a host's packages converts it unchecked, and says so.
+    monkeypatch.setitem(sys.modules, "duckllm.models.deepseek_v32", None)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "whether a host can use this model is not checked" in " ".join(result.stderr.split())
+
+
+def test_the_demo_model_is_a_checkpoint_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen = []
+
+    def stop(folder: Path, *_: object, **__: object) -> None:
+        seen.append(folder)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "convert_checkpoint", stop)
+    assert CliRunner().invoke(app, ["demo", "dst"]).exit_code == 130
+    assert seen == [CHECKPOINT]
 
 
 def test_text_outcome_tells_how_far_weights_were_rounded(tmp_path: Path) -> None:

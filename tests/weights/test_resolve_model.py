@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from random_checkpoint import make_checkpoint
 
-from duckllm.errors import CheckpointError, ConfigError, ModelNotFoundError
+from duckllm.demo import CHECKPOINT
+from duckllm.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedModelError
+from duckllm.models.registry import open_model, usable_folder
 from duckllm.weights.cache_folder import cache_folder, shard_folder
 from duckllm.weights.convert import convert
 from duckllm.weights.manifest import Manifest
-from duckllm.weights.resolve import resolve_model
+from duckllm.weights.resolve import ModelPlace, find_model, resolve_model
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +36,24 @@ def test_the_demo_model_is_converted_once(cache: Path, capsys: pytest.CaptureFix
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
+
+
+def test_the_demo_model_has_a_name_for_where_one_must_be_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_model("demo") == find_model(None) == ModelPlace(CHECKPOINT, "duck-demo", {})
+    (tmp_path / "demo").mkdir()
+    assert find_model("demo") == ModelPlace(Path("demo"), "demo", {})
+
+
+def test_what_cannot_be_used_is_refused_before_it_is_converted(tmp_path: Path, cache: Path) -> None:
+    make_checkpoint(tmp_path / "src", hidden_act="gelu", vocab_size=40)
+    with pytest.raises(UnsupportedModelError, match="hidden_act: got 'gelu', expected 'silu'"):
+        open_model(tmp_path / "src")
+    assert list(cache.glob("*/*")) == []
+    converted = resolve_model(tmp_path / "src")
+    assert usable_folder(tmp_path / "src") == converted  # an earlier program's, which loading refuses
 
 
 def test_a_checkpoint_is_converted_into_the_cache(tmp_path: Path, cache: Path) -> None:

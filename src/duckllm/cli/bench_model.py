@@ -174,9 +174,9 @@ def _measure(
         check_save(save)
     with Waiting(f"Reading {model or 'the demo model'}"):
         from duckllm.models.inspection import inspect_model
-        from duckllm.weights.resolve import resolve_model
+        from duckllm.models.registry import usable_folder
 
-        folder = resolve_model(model)
+        folder = usable_folder(model)
         found = inspect_model(folder)
     longest = min(options.max_model_len or found.max_position_embeddings, found.max_position_embeddings)
     if longest <= output_len:

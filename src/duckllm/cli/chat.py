@@ -30,10 +30,11 @@ from duckllm.cli.session import Session
 from duckllm.cli.terminal import ReplyWriter, keys_unseen, wrapped
 from duckllm.config import is_utf8
 from duckllm.errors import ConfigError, InWords
+from duckllm.models.registry import usable_folder
 from duckllm.moe.fit import words_on_repeats
 from duckllm.sampling_params import SamplingParams
 from duckllm.weights.manifest import Manifest
-from duckllm.weights.resolve import resolve_model
+from duckllm.weights.resolve import is_demo_name
 
 if TYPE_CHECKING:
     from duckllm import LLM
@@ -105,7 +106,7 @@ def chat(
     with ExitStack() as stack:
         kept = None if session is None else stack.enter_context(Session(session))
         if kept is not None and kept.is_kept:
-            place = resolve_model(model, weight_format=model_options.weight_format)
+            place = usable_folder(model, model_options.weight_format)
             kept.check(Manifest.load(place).model_hash, system or None)
         folder = model_options.kv_disk_dir
         if kept is not None:
@@ -189,7 +190,7 @@ def answer(
 
 def _title(model: str | None, session: Session | None, conversation: Conversation) -> str:
     """What a conversation says of its model and of itself first."""
-    title = model if model is not None else DEMO_TITLE
+    title = DEMO_TITLE if model is None or is_demo_name(model) else model
     if session is None:
         return title
     num_messages = len(conversation.messages)
@@ -239,7 +240,7 @@ def _check_sampling(overrides: dict[str, Any]) -> None:
 
 
 def _load(model: str | None, options: dict[str, Any], max_model_len: int | None) -> LLM:
-    folder = resolve_model(model, weight_format=options.get("weight_format", "auto"))
+    folder = usable_folder(model, options.get("weight_format", "auto"))
     with Waiting(f"Loading {model or 'the demo model'}"):
         from duckllm import LLM
 

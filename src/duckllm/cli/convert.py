@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from duckllm.cli.common import tell
 from duckllm.cli.terminal import keys_unseen
 from duckllm.config import show_size
 from duckllm.weights.checkpoint import load_json
@@ -28,7 +29,7 @@ def convert(
     src: Annotated[
         str,
         typer.Argument(
-            help="Hugging Face checkpoint folder, or a model on the hub: org/name or org/name@revision.",
+            help="Hugging Face checkpoint folder, a model on the hub (org/name, org/name@revision), or demo.",
             show_default=False,
         ),
     ],
@@ -94,12 +95,27 @@ def convert(
                 verify=verify,
                 progress=progress,
                 origin=place.origin,
+                check=_check_usable,
             )
     except KeyboardInterrupt:
         print(f"Stopped. The same command goes on where {dst} is now.", file=sys.stderr)
         raise typer.Exit(130) from None
     outcome = summary(manifest, verify, time.monotonic() - start_s)
     print(json.dumps(outcome) if as_json else describe(outcome))
+
+
+def _check_usable(folder: Path) -> None:
+    """Refuses a model that no host could load, before anything is written.
+
+    Raises:
+        ModelError: Its config.json asks for something that is not implemented, or is malformed.
+    """
+    from duckllm.models.registry import load_config
+
+    try:
+        load_config(folder)
+    except ModuleNotFoundError as error:  # a machine that is to convert and nothing else
+        tell(f"{error.name} is not installed: whether a host can use this model is not checked")
 
 
 def summary(manifest: Manifest, verified: bool, seconds: float) -> dict[str, object]:

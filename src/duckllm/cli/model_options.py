@@ -25,7 +25,7 @@ ModelArgument = Annotated[
     str | None,
     typer.Argument(
         help="Model folder, converted or a Hugging Face checkpoint, or a model on the hub, org/name; "
-        "the demo model by default."
+        "demo, the demo model, by default."
     ),
 ]
 
@@ -35,7 +35,7 @@ InspectedModel = Annotated[
     str | None,
     typer.Argument(
         help="Converted model, checkpoint folder, a folder with config.json alone, or a model on the "
-        "Hugging Face hub: org/name. By default the demo model.",
+        "Hugging Face hub: org/name. By default demo, the demo model.",
         show_default=False,
     ),
 ]

@@ -104,12 +104,12 @@ def serve(
     options = model_options.arguments()
 
     def load(progress: LoadingProgress) -> LLM:
+        from duckllm.models.registry import usable_folder
         from duckllm.weights.console import on_progress
-        from duckllm.weights.resolve import resolve_model
 
         on_progress.append(progress.report)
         progress.stage = "finding the model"
-        folder = resolve_model(model, weight_format=options.get("weight_format", "auto"))
+        folder = usable_folder(model, options.get("weight_format", "auto"))
         progress.stage, progress.share = "starting workers and reading weights", None
         from duckllm import LLM
 

@@ -70,7 +70,8 @@ def open_model(
 ) -> ModelFolder:
     """The folder of a model, converted once where that is needed, and checked as far as is cheap.
 
-    Reads duck.json and config.json, and the length of every other file; imports no torch.
+    Reads duck.json and config.json, and the length of every other file; imports no torch, unless there is
+    something to convert.
 
     Args:
         model: As for :func:`duckllm.weights.resolve.resolve_model`.
@@ -86,13 +87,29 @@ def open_model(
         ConfigError: The model's experts are in another format than ``weight_format``, and nothing makes one
             of the other when a model starts.
     """
-    folder = resolve_model(model, weight_format=weight_format, keep=keep, importance=importance)
+    folder = usable_folder(model, weight_format, keep, importance)
     manifest = Manifest.load(folder)
     manifest.check_config()
     check_format(manifest.format, weight_format)
     layout = layout_of(load_json(folder / "config.json"), {})
     _check_manifest(manifest, layout)
     return ModelFolder(folder, manifest, layout.num_layers)
+
+
+def usable_folder(
+    model: str | Path | None,
+    weight_format: str = "auto",
+    keep: Sequence[str] | None = None,
+    importance: Path | None = None,
+) -> Path:
+    """As :func:`duckllm.weights.resolve.resolve_model`; what cannot be loaded is refused, not converted.
+
+    Raises:
+        As :func:`load_config`, and that.
+    """
+    return resolve_model(
+        model, weight_format=weight_format, keep=keep, importance=importance, check=load_config
+    )
 
 
 def check_format(stored: str, requested: str) -> None:

@@ -124,6 +124,7 @@ def convert(
     verify: bool = False,
     progress: Progress | None = None,
     origin: Mapping[str, str] | None = None,
+    check: Callable[[Path], object] | None = None,
 ) -> Manifest:
     """Converts a checkpoint folder; goes on where an earlier, interrupted conversion stopped.
 
@@ -139,6 +140,8 @@ def convert(
         verify: Read everything again and compare it with the source, bit for bit.
         progress: Called with what is being done, bytes done and bytes in all, often.
         origin: Where the folder is from, for the manifest's ``source``: ``hub_id`` and ``revision``.
+        check: Called with ``src`` where there is something to convert, before anything is written: raises
+            what is wrong with a model that could be converted but not used.
 
     Raises:
         ConfigError: An unknown format, or a destination that is the source, lies in it or holds other things.
@@ -164,6 +167,8 @@ def convert(
     with _disk_errors(destination):
         manifest = _finished(destination, fingerprint, model.recipe)
     if manifest is None:
+        if check is not None:
+            check(source)
         manifest = _convert_locked(model, destination, fingerprint, report)
     with _disk_errors(destination):
         _copy_files(source, destination)

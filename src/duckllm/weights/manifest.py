@@ -127,7 +127,7 @@ class Manifest:
         path = folder / MANIFEST_FILE
         with model_errors(folder):
             if not folder.is_dir():
-                raise ModelNotFoundError(f"{folder}: no such folder")
+                raise ModelNotFoundError(f"{folder}: no such folder, expected a converted model's")
             if not path.is_file():
                 raise ModelNotFoundError(f"{folder}: got no {MANIFEST_FILE}, expected a converted model")
         value = load_json(path)

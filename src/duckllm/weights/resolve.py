@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from duckllm.weights.layer_formats import QUANTISED_FORMATS
 from duckllm.weights.manifest import FORMAT_VERSION, MANIFEST_FILE, Manifest
 from duckllm.weights.progress_file import PROGRESS_FILE
 
+DEMO_MODEL = "demo"  # what a user may call the model that ships, where a name has to be given
 DEMO_NAME = "duck-demo"
 _UNIT = re.compile(r"[KMGT]i?B", re.IGNORECASE)
 
@@ -50,9 +51,9 @@ def find_model(model: str | Path | None, *, whole: bool = True) -> ModelPlace:
     """The folder that a model's name stands for.
 
     Args:
-        model: A folder, a model on the Hugging Face hub as ``org/name`` or ``org/name@revision``, or None for
-            the demo model. A folder of that name comes before the hub, and the hub's local cache before a
-            download.
+        model: A folder, a model on the Hugging Face hub as ``org/name`` or ``org/name@revision``, or
+            ``"demo"`` or None for the demo model. A folder of that name comes first, and the hub's local
+            cache before a download.
         whole: Whether all of it is needed. Without, of a model on the hub config.json is enough, and alone
             is downloaded.
 
@@ -65,13 +66,14 @@ def find_model(model: str | Path | None, *, whole: bool = True) -> ModelPlace:
     if model is not None and not str(model):
         raise ModelNotFoundError("model: got an empty name, expected a folder or a model on the hub")
     try:
-        folder = CHECKPOINT if model is None else Path(model).expanduser()
+        is_demo = is_demo_name(model)
+        folder = CHECKPOINT if is_demo or model is None else Path(model).expanduser()
     except RuntimeError as error:
         raise ModelNotFoundError(f"{model}: no such folder ({error})") from error
     with model_errors(folder):
         found, is_free = folder.is_dir(), not folder.exists()
     if found:
-        return ModelPlace(folder, DEMO_NAME if model is None else folder.resolve().name, {})
+        return ModelPlace(folder, DEMO_NAME if is_demo else folder.resolve().name, {})
     hub_model = HubModel.parse(str(model)) if is_free else None
     if hub_model is None:
         what = "no such folder" if is_free else "is a file, expected a model's folder"
@@ -79,6 +81,11 @@ def find_model(model: str | Path | None, *, whole: bool = True) -> ModelPlace:
     folder = hub_model.find() if whole else hub_model.find_configuration()
     origin = {"hub_id": hub_model.repo_id, "revision": folder.name}
     return ModelPlace(folder, hub_model.repo_id.replace("/", "--"), origin)
+
+
+def is_demo_name(model: str | Path | None) -> bool:
+    """Whether a name stands for the demo model: none, or ``"demo"`` where no folder is called that."""
+    return model is None or (str(model) == DEMO_MODEL and not Path(model).exists())
 
 
 def _hint(name: str) -> str:
@@ -96,6 +103,7 @@ def resolve_model(
     weight_format: str = "auto",
     keep: Sequence[str] | None = None,
     importance: Path | None = None,
+    check: Callable[[Path], object] | None = None,
 ) -> Path:
     """The folder of a converted model.
 
@@ -107,6 +115,7 @@ def resolve_model(
             into; any other converts as ``"auto"`` does, without rounding more than e4m3 has to.
         keep: Layers of such a checkpoint in other formats, as :func:`duckllm.weights.convert.convert` has it.
         importance: What ``duckllm calibrate`` recorded, for the rounding to 4 bits.
+        check: As for :func:`duckllm.weights.convert.convert`.
 
     Raises:
         ModelNotFoundError: No such folder, or no model in it, and none on the hub.
@@ -135,6 +144,7 @@ def resolve_model(
     suffix = ("" if rounded == "auto" else f"-{rounded}") + _rules(keep, importance)
     destination = cache_folder() / f"{place.name}-v{FORMAT_VERSION}-{fingerprint}{suffix}"
     options: dict[str, Any] = {"weight_format": rounded, "keep": keep, "importance": importance}
+    options["check"] = check
     if progress is not None:
         convert(folder, destination, progress=progress, origin=place.origin, **options)
     else:
