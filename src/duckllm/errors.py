@@ -33,6 +33,7 @@ prints it without a traceback and exits with ``exit_code``.
 from __future__ import annotations
 
 import os
+import re
 
 
 class DuckError(Exception):
@@ -69,6 +70,16 @@ def show_value(got: object) -> str:
         text = "a value that is nested too deeply"
     half = (_SHOWN - 3) // 2
     return text if len(text) <= _SHOWN else f"{text[:half]}...{text[-half:]}"
+
+
+# In an address: a user's name and password, and what may be a key or a signature.
+_NAME_AND_PASSWORD = re.compile(r"(?<=://)[^\s/?#]*@")
+_QUERY = re.compile(r"(://[^\s?#]*)[?#][^\s)'\"]*")
+
+
+def without_credentials(text: str) -> str:
+    """The text without names, passwords and queries in its addresses, for what people pass on."""
+    return _QUERY.sub(r"\1", _NAME_AND_PASSWORD.sub("", text))
 
 
 class ConfigError(DuckError):
@@ -148,12 +159,20 @@ class PromptTooLongError(RequestError):
         got_tokens: Tokens of the prompt.
         limit_tokens: Most that there may be.
         is_least: Whether ``got_tokens`` is not all of them, as counting was given up.
+        field: What the caller calls the prompt.
     """
 
-    def __init__(self, got_tokens: int, limit_tokens: int, *, is_least: bool = False) -> None:
+    def __init__(
+        self, got_tokens: int, limit_tokens: int, *, is_least: bool = False, field: str = "prompt"
+    ) -> None:
         self.got_tokens, self.limit_tokens, self.is_least = got_tokens, limit_tokens, is_least
+        self.field = field
         least = "at least " if is_least else ""
-        super().__init__(f"prompt: got {least}{got_tokens} tokens, expected at most {limit_tokens}")
+        super().__init__(f"{field}: got {least}{got_tokens} tokens, expected at most {limit_tokens}")
+
+    def named(self, field: str) -> PromptTooLongError:
+        """The same of a prompt that is called otherwise."""
+        return PromptTooLongError(self.got_tokens, self.limit_tokens, is_least=self.is_least, field=field)
 
 
 class ServerError(DuckError):

@@ -210,5 +210,5 @@ def test_what_cannot_be_honoured_is_refused_by_name(
 def test_a_prompt_that_is_too_long_says_by_how_much(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, input="duck " * 5000)
-    assert caught.value.code == "exceed_context_size_error"
+    assert (caught.value.code, caught.value.param) == ("exceed_context_size_error", "input")
     assert caught.value.body["n_ctx"] == 4096  # type: ignore[index]

@@ -151,6 +151,16 @@ SOUND = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}
             "max_tokens",
             "max_tokens: got 5, expected none",
         ),
+        (
+            {"max_tokens": 0, "max_completion_tokens": 0},
+            "max_completion_tokens",
+            "max_completion_tokens: got 0, expected an integer",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "duck " * 5000}]},
+            "messages",
+            "the request has 5005 tokens, expected at most 4095",
+        ),
         ({"top_logprobs": 1}, "top_logprobs", "top_logprobs: got 1, expected none without logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs: got 21, expected an integer"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options: got some"),

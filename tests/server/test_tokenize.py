@@ -80,3 +80,11 @@ def test_what_is_no_request_is_refused(
     response = server.http.post(path, json=body)
     assert 400 <= response.status_code < 500
     assert response.json()["error"]["message"].startswith(message)
+
+
+def test_what_is_too_long_is_named_as_the_client_has_it(server: ServerProcess) -> None:
+    long = "duck " * 400_000
+    messages = [{"role": "user", "content": long}]
+    for name, value in (("prompt", long), ("content", long), ("messages", messages)):
+        error = server.http.post("/tokenize", json={name: value}).json()["error"]
+        assert (error["code"], error["param"]) == ("exceed_context_size_error", name)

@@ -18,6 +18,7 @@ from duckllm.errors import ConfigError, InWords, OverloadedError, PromptTooLongE
 from duckllm.outputs import Logprob, RequestMetrics, StreamOutput
 from duckllm.sampling_params import SamplingParams
 from duckllm.server.engine_thread import EngineThread, ReplyStream
+from duckllm.server.errors import prompt_named
 from duckllm.server.limits import MAX_PROMPT_LOGPROBS
 from duckllm.text.chat import (
     ChatMessage,
@@ -208,7 +209,7 @@ class ChatService:
             requests = self.llm.new_requests(prompt.token_ids, params)
             return requests, [self.format.parser(options, begins_in_reasoning) for _ in requests]
 
-        with self._room_for(request.params.n):
+        with self._room_for(request.params.n), prompt_named("messages"):
             if options.tools or options.response_format or request.params.structured_outputs:
                 prompt = await self.prepare(read)
                 requests, parsers = await self._compile(lambda: make(prompt))
@@ -246,7 +247,8 @@ class ChatService:
             self.check_length(texts_of(messages, options))
             return len(self.format.prompt(messages, options).token_ids)
 
-        return await self.prepare(count)
+        with prompt_named("messages"):
+            return await self.prepare(count)
 
     def check_length(self, texts: Sequence[str]) -> None:
         """Refuses what is so long that counting it would take everybody's time.

@@ -108,7 +108,7 @@ def as_api_error(error: BaseException) -> ApiError:
             f"as the context holds {limit} and a reply needs one"
         )
         facts = {"n_prompt_tokens": error.got_tokens, "n_ctx": limit}
-        return ApiError(400, message, kind, param="messages", code=kind, facts=facts)
+        return ApiError(400, message, kind, param=error.field, code=kind, facts=facts)
     if isinstance(error, ConfigError):
         return ApiError(400, str(error), param=error.field)
     if isinstance(error, RequestError):
@@ -172,6 +172,15 @@ def refuse(param: str, got: object, expected: str) -> ApiError:
 
 
 @contextmanager
+def prompt_named(field: str) -> Iterator[None]:
+    """Says of a prompt that is too long in which field the client has it."""
+    try:
+        yield
+    except PromptTooLongError as error:
+        raise error.named(field) from error
+
+
+@contextmanager
 def fields_named(names: Mapping[str, str]) -> Iterator[None]:
     """Says of an error the field as the client's API has it.
 
@@ -180,10 +189,12 @@ def fields_named(names: Mapping[str, str]) -> Iterator[None]:
     """
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, PromptTooLongError) as error:
         field = error.field
         for ours, theirs in names.items():
             field = field.replace(ours, theirs)
+        if isinstance(error, PromptTooLongError):
+            raise error.named(field) from error
         raise ConfigError(field, error.got, error.expected, error.hint) from error
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from duckllm.errors import InWords
+from duckllm.errors import ConfigError, InWords
 from duckllm.outputs import Logprob, PromptLogprobs, StreamOutput
 from duckllm.sampling_params import SamplingParams
 from duckllm.server.chat_service import ChatService
@@ -75,9 +75,13 @@ def _sampling(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
         logprobs = 0  # by which they are chosen
     structure = to_structured_outputs(body.structured_outputs)
     most = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    params = to_sampling(
-        body, defaults, max_tokens=1 if body.echo and most == 0 else most, n=best_of, logprobs=logprobs
-    )
+    most = 1 if body.echo and most == 0 else most
+    try:
+        params = to_sampling(body, defaults, max_tokens=most, n=best_of, logprobs=logprobs)
+    except ConfigError as error:
+        if error.field != "n" or best_of == n:
+            raise
+        raise ConfigError("best_of", best_of, error.expected) from error
     if body.echo:
         params = replace(params, prompt_logprobs=body.logprobs)
     return params if structure is None else replace(params, structured_outputs=structure)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from duckllm.sampling_params import SamplingParams, StructuredOutputsParams
-from duckllm.server.errors import ApiError, refuse
+from duckllm.server.errors import ApiError, fields_named, refuse
 from duckllm.server.limits import check_grammar, check_sizes
 from duckllm.server.openai_types import (
     ChatCompletionBody,
@@ -82,7 +82,10 @@ def to_chat_sampling(body: ChatCompletionBody, defaults: SamplingParams) -> Samp
         logprobs = body.top_logprobs or 0
         if not 0 <= logprobs <= 20:
             raise refuse("top_logprobs", logprobs, "an integer from 0 to 20")
-    return to_sampling(body, defaults, max_tokens=old if most is None else most, logprobs=logprobs)
+    if most is None:
+        return to_sampling(body, defaults, max_tokens=old, logprobs=logprobs)
+    with fields_named({"max_tokens": "max_completion_tokens"}):
+        return to_sampling(body, defaults, max_tokens=most, logprobs=logprobs)
 
 
 def to_messages(messages: Sequence[Message]) -> list[ChatMessage]:

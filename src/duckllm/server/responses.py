@@ -32,6 +32,7 @@ from duckllm.server.streaming import EventStream, named_event, unless_gone
 
 # What our values call fields of a body, and what it calls them.
 _FIELDS = {
+    "messages": "input",
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
     ".function": "",

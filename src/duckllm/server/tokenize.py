@@ -15,7 +15,7 @@ from pydantic import Field
 
 from duckllm.errors import InWords
 from duckllm.server.chat_service import ChatService, texts_of
-from duckllm.server.errors import refuse
+from duckllm.server.errors import prompt_named, refuse
 from duckllm.server.limits import MAX_MESSAGES, MAX_TOOLS
 from duckllm.server.openai_models import ServedModel
 from duckllm.server.openai_requests import check_model, to_messages, to_options
@@ -62,9 +62,9 @@ def router(service: ChatService, model: ServedModel) -> APIRouter:
     async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
         """The tokens of a text or of a conversation."""
         check_model(body.model, model.names)
-        _check_fields(body)
-        make = _work(body, service)
-        return await unless_gone(request, service.prepare(lambda: _reply(body, make(), service)))
+        with prompt_named(_check_fields(body)):
+            make = _work(body, service)
+            return await unless_gone(request, service.prepare(lambda: _reply(body, make(), service)))
 
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, str]:
@@ -116,8 +116,8 @@ def _reply(body: TokenizeBody, token_ids: Sequence[int], service: ChatService) -
     return {"tokens": tokens, "count": len(tokens), "max_model_len": length, "token_strs": strings}
 
 
-def _check_fields(body: TokenizeBody) -> None:
-    """Refuses fields that do not go together."""
+def _check_fields(body: TokenizeBody) -> str:
+    """The field that has what is to be tokenized; refuses fields that do not go together."""
     given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
     if len(given) != 1:
         got = InWords(" and ".join(given) or "none of them")
@@ -131,6 +131,7 @@ def _check_fields(body: TokenizeBody) -> None:
     for name, owner in belonging.items():
         if getattr(body, name) is not None and given != [owner]:
             raise refuse(name, getattr(body, name), f"none without {owner}")
+    return given[0]
 
 
 def _encode(body: TokenizeBody, service: ChatService) -> list[int]:
