@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import math
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +24,7 @@ from duckllm.bench.serving_report import error_words, print_serving, serving_htm
 from duckllm.bench.stream_client import Outcome, StreamClient
 from duckllm.cli.bench_serve import parse_loads
 from duckllm.cli.main import app
-from duckllm.errors import ConfigError
+from duckllm.errors import ConfigError, without_credentials
 
 Handler = Callable[[httpx.Request], Awaitable[httpx.Response]]
 
@@ -367,12 +368,15 @@ def test_what_failed_is_counted_and_in_no_latency() -> None:
     assert LoadResult(Load(math.inf), (broken,), 0.0).answered == []
 
 
-def test_a_run_finds_the_model_counts_words_and_warms_up() -> None:
+def test_a_run_finds_the_model_counts_words_and_warms_up(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts: list[str] = []
+    url = "http://drake:pa55w0rd@s/v1"
+    monkeypatch.setattr(sys, "argv", ["duckllm", "bench", "serve", f"--base-url={url}", "--base-url", url])
 
     async def handler(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "found"}]})
+        assert request.headers["authorization"] == "Basic ZHJha2U6cGE1NXcwcmQ="
         body = json.loads(request.content)
         assert body["model"] == "found"
         prompts.append(body["prompt"])
@@ -385,11 +389,11 @@ def test_a_run_finds_the_model_counts_words_and_warms_up() -> None:
         return httpx.Response(200, content=events(last, {"choices": [], "usage": usage}))
 
     async def run() -> ServingRun:
-        async with StreamClient("http://s", "openai", transport=httpx.MockTransport(handler)) as client:
+        async with StreamClient(url, "openai", transport=httpx.MockTransport(handler)) as client:
             wanted = [Wanted(110, 3), Wanted(0, 3, None, "given")]
             loads = [Load(math.inf), Load(math.inf, max_concurrency=1)]
             return await measure_serving(
-                client, "http://s", "openai", loads, wanted,
+                client, url, "openai", loads, wanted,
                 seed=0, num_warmups=1, progress=lambda *_: None,
             )  # fmt: skip
 
@@ -404,13 +408,34 @@ def test_a_run_finds_the_model_counts_words_and_warms_up() -> None:
     assert "all at once" in text
     assert "1 at a time" in text
     page = serving_html(found)
+    assert "duckllm bench serve --base-url=http://s/v1 --base-url http://s/v1" in page
     assert page.count("<svg") == 4
     assert "#010203" not in page
+    assert found.to_json()["base_url"] == "http://s/v1"
+    for report in (json.dumps(found.to_json()), text, page):
+        assert not any(secret in report for secret in ("drake", "pa55w0rd"))
+        assert "http://s/v1" in report
+
+
+def test_addresses_are_shown_without_what_is_secret() -> None:
+    for text, shown in (
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("https://a:b@host:1/v1", "https://host:1/v1"),
+        ("at https://a:b@c@host/x?sig=1&k=2#f (it failed)", "at https://host/x (it failed)"),
+        ("https://host/@home a@b?", "https://host/@home a@b?"),
+    ):
+        assert without_credentials(text) == shown
+    found = CliRunner().invoke(app, ["bench", "serve", "--base-url", "http://drake:pa/55w0rd@s"])
+    assert str(found.exception) == (
+        "base_url: got 's', expected the address of a server, like http://127.0.0.1:8000"
+    )
 
 
 def test_where_no_server_is() -> None:
     async def run(handler: Handler) -> None:
-        async with StreamClient("http://s", "openai", transport=httpx.MockTransport(handler)) as client:
+        async with StreamClient(
+            "http://drake:pa55w0rd@s", "openai", transport=httpx.MockTransport(handler)
+        ) as client:
             await client.find_model()
 
     for content in (b"{}", b"<html>", b'{"data": []}'):

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from duckllm.errors import ConfigError, MissingPackageError
+from duckllm.errors import ConfigError, MissingPackageError, without_credentials
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,8 +93,8 @@ def check_html(path: Path) -> None:
 
 
 def command_line() -> str:
-    """The command that runs now, as it would be typed."""
-    return shlex.join(["duckllm", *sys.argv[1:]])
+    """The command that runs now, as it would be typed but for passwords in addresses."""
+    return shlex.join(["duckllm", *map(without_credentials, sys.argv[1:])])
 
 
 def render(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[Section]) -> str:

@@ -22,6 +22,7 @@ from duckllm.bench.machine import commit, cpu_name
 from duckllm.bench.model_runs import Progress, percentiles_of
 from duckllm.bench.stream_client import Outcome, StreamClient
 from duckllm.config import available_cores
+from duckllm.errors import without_credentials
 
 _FEW_WORDS, _MANY_WORDS = 16, 144
 
@@ -157,7 +158,7 @@ class ServingRun:
     """All loads of one benchmark.
 
     Args:
-        base_url: The server.
+        base_url: The server, without a password.
         backend: The API that was asked.
         model: What the server calls the model.
         seed: Of lengths and arrivals.
@@ -207,7 +208,8 @@ async def measure_serving(
         ConfigError: No server answers there.
     """
     due = [arrivals(load, wanted, seed) for load in loads]
-    run = ServingRun(base_url, backend, await client.find_model(), seed, os.getloadavg()[0])
+    shown = without_credentials(base_url)
+    run = ServingRun(shown, backend, await client.find_model(), seed, os.getloadavg()[0])
     writer = PromptWriter(int.from_bytes(os.urandom(8)))
     texts = [writer.words(count) for count in (_FEW_WORDS, _MANY_WORDS)]
     counts = [await client.count_tokens(text) for text in texts]

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from duckllm.errors import ConfigError
+from duckllm.errors import ConfigError, without_credentials
 
 BACKENDS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 _TEXTS = ("content", "reasoning_content", "reasoning")
@@ -128,6 +128,10 @@ class StreamClient:
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
+    @property
+    def _shown_url(self) -> str:
+        return without_credentials(str(self._client.base_url))
+
     async def find_model(self) -> str:
         """The model's name: the one that was given, or the first that the server has.
 
@@ -136,14 +140,13 @@ class StreamClient:
         """
         if self.model:
             return self.model
-        url = str(self._client.base_url)
         try:
             response = await self._client.get("/v1/models")
             response.raise_for_status()
             self.model = str(response.json()["data"][0]["id"])
         except (httpx.HTTPError, ValueError, LookupError, TypeError, RecursionError) as error:
             expected = "a server of OpenAI's API, or the model's name by --model"
-            raise ConfigError("base_url", url, expected, _reason(error)) from error
+            raise ConfigError("base_url", self._shown_url, expected, _reason(error)) from error
         return self.model
 
     async def count_tokens(self, prompt: str) -> int | None:
@@ -155,7 +158,7 @@ class StreamClient:
         outcome = await self.stream(Outcome(time.perf_counter(), 0, 1), prompt)
         if outcome.error and outcome.prompt_tokens is None:  # a reply of one token may have no text
             expected = "a server that answers a first request"
-            raise ConfigError("base_url", str(self._client.base_url), expected, outcome.error)
+            raise ConfigError("base_url", self._shown_url, expected, outcome.error)
         return outcome.prompt_tokens
 
     async def stream(self, outcome: Outcome, prompt: str) -> Outcome:
@@ -253,4 +256,5 @@ def _message(text: str) -> str:
 def _reason(error: Exception) -> str:
     if isinstance(error, httpx.HTTPStatusError):
         return f"HTTP {error.response.status_code}"
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = without_credentials(str(error))
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -42,7 +42,9 @@ Examples:
 
 
 def serve(
-    base_url: Annotated[str, typer.Option(help="The server, without /v1.")] = "http://127.0.0.1:8000",
+    base_url: Annotated[
+        str, typer.Option(help="The server, without /v1; no report has a password that is in it.")
+    ] = "http://127.0.0.1:8000",
     backend: Annotated[
         str, typer.Option(help="What is asked: openai (/v1/completions) or openai-chat.")
     ] = "openai",
@@ -130,7 +132,8 @@ def serve(
     except (httpx.InvalidURL, ValueError):
         url = None
     if url is None or not url.host:
-        raise ConfigError("base_url", base_url, "the address of a server, like http://127.0.0.1:8000")
+        got = base_url.rpartition("@")[2]  # what is before it may be a password
+        raise ConfigError("base_url", got, "the address of a server, like http://127.0.0.1:8000")
     if not _is_sendable(model):
         raise ConfigError("model", model, "a name in UTF-8")
     if not 0 < timeout_s < math.inf:

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from duckllm.errors import CheckpointError, DiskSpaceError, MissingPackageError, ModelNotFoundError
+from duckllm.errors import (
+    CheckpointError,
+    DiskSpaceError,
+    MissingPackageError,
+    ModelNotFoundError,
+    without_credentials,
+)
 from duckllm.weights.checkpoint import INDEX, list_names, load_json
 from duckllm.weights.convert import COPIED_FILES
 
@@ -150,7 +156,7 @@ class HubModel:
                     f"{constants.HF_HUB_CACHE}: no room left on the disk for {self}; "
                     "make room and run the same command again"
                 ) from error
-            reason = str(error).partition("\n")[0] or type(error).__name__
+            reason = without_credentials(str(error).partition("\n")[0]) or type(error).__name__
             raise ModelNotFoundError(
                 f"{self}: cannot be downloaded ({reason}); the same command goes on where it is now"
             ) from error
