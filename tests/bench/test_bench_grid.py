@@ -163,6 +163,8 @@ def test_rows_of_a_prompt_leave_the_head_alone(demo: Inspection) -> None:
     assert many.bound == "arithmetic"
     assert many.step_s == many.compute_s
     assert ceiling(demo, 100.0, is_bf16=True).compute_s is None
+    for integers in ("int8", "fp8+int4"):  # whose products no f32 ceiling bounds
+        assert ceiling(demo, 100.0, replace(TWO_HERE, weight_format=integers)).compute_s is None
     on_gpu = ceiling(demo, is_cuda=True)
     assert (on_gpu.host_bytes, on_gpu.compute_s) == (0, None)
 

@@ -280,28 +280,37 @@ def test_what_follows_from_the_lines() -> None:
     assert values["gparam_per_s_4"] == pytest.approx(gparam, abs=1e-3)
     assert values["few_over_many"] == pytest.approx(0.8)
     assert values["fixed_us"] == pytest.approx(10 - 111_104 / 25e3, abs=0.01)
-    assert list(derived([line(4, 1, 100), line(8, 2, 100, "fp8")])) == []
+    worse = replace(line(4, 2, 1, routing=OWN), error=3e-7)
+    assert list(derived([line(4, 1, 100), worse, line(8, 2, 100, "fp8")])) == [
+        {"shape": "demo", "format": "fp9", "error": 3e-7},
+        {"shape": "demo", "format": "fp8", "error": 1e-7},
+    ]
 
 
 def test_tables_and_json_have_every_line() -> None:
     long = [replace(line(20, 128, 123_456.0, routing=OWN), of_fma=0.99)]
-    lines = [line(4, 1, 100), line(4, 2, 110, "fp8"), line(1, 1, 10), *long]
+    integers = [replace(line(4, 1, 100, "int8"), error=8.14e-3, of_fma=None)]
+    lines = [line(4, 1, 100), line(4, 2, 110, "fp8"), line(1, 1, 10), *integers, *long]
     run = KernelRun(KernelConfig(), 2, 1 << 28, Caches(1, 2), 500.0, lines, ["LEFT OUT: x."])
     text = io.StringIO()
     print_kernels(run, Console(file=text, width=80, highlight=False, markup=False))
     shown = [" ".join(row.split()) for row in text.getvalue().splitlines()]
     assert "fp9 4 1 same 100 3.9 4.4 25.0 18% 50% 8 25%" in shown
     assert "fp8 4 2 same 110 3.6 3.6 25.0 14% 50% 14 25%" in shown
+    assert "int8 4 1 same 100 3.9 4.0 25.0 16% 50% 8 -" in shown
+    assert "int8: the largest error against float64 is 8.1e-03 of the largest output." in shown
     assert any(row.startswith("fp9: one expert's step takes 5.6 us more than its bytes") for row in shown)
     assert "LEFT OUT: x." in shown
     assert "…" not in text.getvalue()
     values = json.loads(json.dumps(run_json(run)))
-    assert [each["step_us"] for each in values["lines"]] == [100.0, 110.0, 10.0, 123456.0]
-    assert [each["experts"] for each in values["lines"]] == [4, 4, 1, 20]
+    assert [each["step_us"] for each in values["lines"]] == [100.0, 110.0, 10.0, 100.0, 123456.0]
+    assert [each["experts"] for each in values["lines"]] == [4, 4, 1, 4, 20]
+    assert [each["of_fma"] for each in values["lines"]] == [0.25, 0.25, 0.25, None, 0.99]
+    assert values["lines"][3]["error"] == 8.14e-3
     assert values["lines"][0]["read_gb_per_s"] == 25.0
     assert values["lines"][0]["of_ceiling"] == pytest.approx(4 * 111_104 / 100e3 / 25, abs=1e-4)
     assert values["notes"] == ["LEFT OUT: x."]
-    assert roofs(run) == ({"cold read": 25.0}, {"avx2 multiply-add": 500.0})
+    assert roofs(run) == ({"cold read": 25.0}, {"avx2 f32 multiply-add": 500.0})
 
 
 def test_a_picture_has_the_fewest_and_the_most_rows() -> None:
@@ -316,7 +325,8 @@ def test_a_picture_has_the_fewest_and_the_most_rows() -> None:
 @pytest.mark.parametrize("hot", [False, True])
 def test_a_run_measures_its_cells(hot: bool) -> None:
     seen: list[tuple[str, float, float]] = []
-    config = KernelConfig(shape=("demo",), experts=(2,), rows=(1, 33), format=("fp8",), threads=1, hot=hot)
+    formats = ("fp8", "int8")
+    config = KernelConfig(shape=("demo",), experts=(2,), rows=(1, 33), format=formats, threads=1, hot=hot)
 
     def progress(name: str, done: float, total: float) -> None:
         seen.append((name, done, total))
@@ -324,7 +334,7 @@ def test_a_run_measures_its_cells(hot: bool) -> None:
     run = measure_kernels(config, progress, size_bytes=4 << 20)
     assert [(each.cell.experts, each.cell.rows, each.cell.routing) for each in run.lines] == [
         (2, 1, SAME), (2, 33, SAME), (2, 33, OWN), (1, 1, SAME),
-    ]  # fmt: skip
+    ] * 2  # fmt: skip
     for each in run.lines[:2]:
         assert each.step_bytes == 2 * SHAPES["demo"].expert_bytes("fp8")
         assert each.gb_per_s == pytest.approx(each.step_bytes / each.step_s / 1e9, rel=0.3)
@@ -332,6 +342,7 @@ def test_a_run_measures_its_cells(hot: bool) -> None:
         assert each.least_s <= each.step_s <= each.most_s
         assert 0 < each.error < 1e-5
         assert each.of_fma == pytest.approx(each.gflop_per_s / run.fma_gflop_per_s)
+    assert all(each.of_fma is None and 1e-3 < each.error < 4e-2 for each in run.lines[4:])
     assert seen[0][:2] == ("demo fp8 2x1", 0.0)
     assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
     assert seen[-1][1] < seen[-1][2]
@@ -364,7 +375,7 @@ def test_the_command_ends_with_one_json_line(tmp_path: Path) -> None:
     }] * 2  # fmt: skip
     for each in result["lines"]:
         assert each["read_gb_per_s"] == max(each["units_gb_per_s"], each["loops_gb_per_s"])
-    assert set(result["derived"][0]) == {"shape", "format", "fixed_us"}
+    assert set(result["derived"][0]) == {"shape", "format", "error", "fixed_us"}
 
 
 def test_a_kernel_that_is_wrong_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

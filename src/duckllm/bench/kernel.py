@@ -137,7 +137,8 @@ class KernelLine:
         units_gb_per_s: A plain read of the same units by the kernel's threads.
         loops_gb_per_s: A plain read by the best of the ceilings' loops.
         fastest_of_ceiling: The share of the ceiling by the fastest sample of each.
-        of_fma: The share of the multiply-add peak of the same run, in f32.
+        of_fma: The share of the multiply-add peak of the same run, in f32; None of formats whose weights are
+            multiplied as integers, which that peak does not bound.
         prefill: f32, or the bf16 multipliers of experts of more than 8 rows.
     """
 
@@ -154,7 +155,7 @@ class KernelLine:
     units_gb_per_s: float
     loops_gb_per_s: float
     fastest_of_ceiling: float
-    of_fma: float = 0.0
+    of_fma: float | None = None
     prefill: str = "f32"
 
     @property
@@ -298,7 +299,10 @@ def measure_kernels(
                 run.lines.append(measure_cell(cell, random, units, ceilings, config, threads))
                 done += estimated_s(cell, config.repeats)
     peak = max(before, _fma_peak(threads, isa, config.repeats))
-    lines = [replace(line, of_fma=line.gflop_per_s / peak) for line in run.lines]
+    lines = [
+        replace(line, of_fma=line.gflop_per_s / peak) if line.cell.format in LOSSLESS_FORMATS else line
+        for line in run.lines
+    ]
     return replace(run, lines=lines, fma_gflop_per_s=peak, other_load=meter.read())
 
 
@@ -355,20 +359,24 @@ def measure_cell(
 
 
 def derived(lines: Iterable[KernelLine]) -> Iterator[dict[str, object]]:
-    """What follows from the lines: by shape and format, where the cells that it takes are there.
+    """What follows from the lines: by shape and format, as far as the cells that it takes are there.
 
     Yields:
-        ``t2_over_t1``: time of 2 rows over that of 1, by number of experts; ``gparam_per_s_4`` and ``_20``
-        experts, 1 row, and ``few_over_many``; ``fixed_us``: the time of one expert's step that is not its
+        ``error``: the largest of all lines; ``t2_over_t1``: time of 2 rows over that of 1, by number of
+        experts; ``gparam_per_s_4`` and ``_20`` experts, 1 row, and ``few_over_many``; ``fixed_us``: the time of one expert's step that is not its
         bytes at the ceiling.
     """
     found: dict[tuple[str, str], dict[tuple[int, int], KernelLine]] = {}
+    errors: dict[tuple[str, str], float] = {}
     for line in lines:
+        place = line.cell.shape, line.cell.format
+        errors[place] = max(line.error, errors.get(place, 0.0))
+        mine = found.setdefault(place, {})
         if line.cell.routing == SAME:
-            mine = found.setdefault((line.cell.shape, line.cell.format), {})
             mine[line.cell.experts, line.cell.rows] = line
     for (shape, weight_format), mine in found.items():
-        values: dict[str, object] = {"shape": shape, "format": weight_format}
+        error = float(f"{errors[shape, weight_format]:.2e}")
+        values: dict[str, object] = {"shape": shape, "format": weight_format, "error": error}
         pairs = {
             str(experts): round(mine[experts, 2].step_s / line.step_s, 4)
             for (experts, rows), line in mine.items()
@@ -383,5 +391,4 @@ def derived(lines: Iterable[KernelLine]) -> Iterator[dict[str, object]]:
         if (1, 1) in mine:
             one = mine[1, 1]
             values["fixed_us"] = round(1e6 * (one.step_s - one.step_bytes / one.read_gb_per_s / 1e9), 2)
-        if len(values) > 2:
-            yield values
+        yield values

@@ -26,7 +26,10 @@ KERNEL_CAVEATS = (
     "K: experts that a row chooses; T: rows of a step.",
     "read: the higher of two plain reads in turns with the kernel, of the same units by the kernel's "
     "threads and of other memory by the best loop of duckllm bench roofline; share is GB/s over it, best the "
-    "same by the fastest sample of each. FMA: GFLOP/s over the f32 multiply-add peak, which bf16 can pass.",
+    "same by the fastest sample of each. FMA: GFLOP/s over the f32 multiply-add peak, which bf16 can pass; "
+    "int8, int4 and mxfp4 multiply integers, of which no peak is measured.",
+    "Errors are the kernel's alone, on the weights as the format has them; formats that multiply integers "
+    "round activations to bytes.",
     "ids same: all rows take the same experts, so that the bytes are those of one row; own: each row "
     "takes its own, at random among a layer's, as the rows of a prompt do.",
     "A step's time is that of the native call, with threads that are awake and keep a core each; a cold "
@@ -88,13 +91,13 @@ def line_json(line: KernelLine) -> dict[str, object]:
         "of_ceiling": line.of_ceiling,
         "fastest_of_ceiling": line.fastest_of_ceiling,
         "gflop_per_s": line.gflop_per_s,
-        "of_fma": line.of_fma,
     }
     return {
         **asdict(line.cell),
         "step_bytes": round(line.step_bytes),
         "error": float(f"{line.error:.2e}"),
         **{name: round(value, 4) for name, value in values.items()},
+        "of_fma": None if line.of_fma is None else round(line.of_fma, 4),
     }
 
 
@@ -105,7 +108,7 @@ def print_kernels(run: KernelRun, console: Console) -> None:
         isa += f", more than 8 rows of an expert with {run.lines[0].prefill}"
     console.print(
         f"{cpu_name()}, {threads_in_words(run.threads)}, {isa}, {'hot' if run.config.hot else 'cold'}, "
-        f"commit {commit()}. Multiply-add peak {run.fma_gflop_per_s:.0f} GFLOP/s. "
+        f"commit {commit()}. Peak of f32 multiply-adds {run.fma_gflop_per_s:.0f} GFLOP/s. "
         f"Medians of {run.config.repeats} rounds. Every line was verified against float64."
     )
     for note in [*run.notes, *alone_notes(run.other_load)]:
@@ -142,7 +145,7 @@ def shape_table(name: str, lines: Sequence[KernelLine]) -> Table:
             f"{line.of_ceiling:.0%}",
             f"{line.fastest_of_ceiling:.0%}",
             f"{line.gflop_per_s:.0f}",
-            f"{line.of_fma:.0%}",
+            "-" if line.of_fma is None else f"{line.of_fma:.0%}",
         )
     return table
 
@@ -162,6 +165,7 @@ def derived_text(values: dict[str, object]) -> str:
         parts.append(
             f"one expert's step takes {values['fixed_us']:.1f} us more than its bytes at the ceiling"
         )
+    parts.append(f"the largest error against float64 is {values['error']:.1e} of the largest output")
     return f"{values['format']}: " + "; ".join(parts) + "."
 
 
@@ -194,5 +198,5 @@ def roofs(run: KernelRun) -> tuple[dict[str, float], dict[str, float]]:
     isa = run.lines[0].isa
     return (
         {f"{state} read": max(line.read_gb_per_s for line in run.lines)},
-        {f"{isa} multiply-add": run.fma_gflop_per_s},
+        {f"{isa} f32 multiply-add": run.fma_gflop_per_s},
     )

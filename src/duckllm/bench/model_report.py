@@ -35,8 +35,8 @@ _PARTS = {
 }
 CAVEATS = (
     "The ceiling is what reading the host's weights and the chosen experts (of several rows the number "
-    "expected at random), or the multiply-adds in f32, and then the link to the workers, take at least. The "
-    "KV cache's reading and the layer that guesses are not in it.",
+    "expected at random), or the multiply-adds, where all are in f32, and then the link to the workers, take "
+    "at least. The KV cache's reading and the layer that guesses are not in it.",
     "Host and workers on one machine share its cores and memory: on machines of their own they do not.",
 )
 _DECODE_CAVEATS = (

@@ -16,6 +16,7 @@ from duckllm.bench.ceilings import MemoryCeilings, default_size_bytes, fma_ceili
 from duckllm.bench.machine import available_memory_bytes, read_caches
 from duckllm.cluster.address import parse_address
 from duckllm.models.inspection import MTP, Inspection
+from duckllm.weights.formats import is_lossless
 
 if TYPE_CHECKING:
     from duckllm.assembly import ClusterInfo
@@ -104,7 +105,7 @@ class StepCeiling:
         request_bytes: Sent to all workers.
         reply_bytes: Sent by all workers.
         memory_s: Reading host's weights and experts; None where a speed is unknown.
-        compute_s: The multiply-adds in f32, where all is on this machine's CPU; else None.
+        compute_s: The multiply-adds in f32, where all is on this machine's CPU and in f32; else None.
         wire_s: Sending and receiving over the host's link; None where there is no link whose rate is known.
     """
 
@@ -194,7 +195,8 @@ def step_ceiling(
         ]
         memory_s = host_s + max(times) if len(times) == info.num_workers else None
     flop = 2.0 * (rows * (model.active_weights - head) + logit_rows * head)
-    here = worker_gb_per_s is None and not is_cuda and not is_bf16
+    in_f32 = not is_bf16 and all(is_lossless(each) for each in formats)  # others multiply integers
+    here = worker_gb_per_s is None and not is_cuda and in_f32
 
     def row_bytes(dtype: str) -> int:
         return layout.hidden_size * _DTYPE_BYTES[dtype]
