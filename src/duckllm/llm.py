@@ -98,7 +98,7 @@ class LLM:
             where it is measured to pay, ``"on"`` or ``"off"``. No token depends on it.
         trace: A file for what happens when, layer by layer and worker by worker, as Chrome trace events
             (docs/tracing.md); None for none.
-        trace_bytes: Most bytes of it, as a number or a size; of more, the newest are kept.
+        trace_bytes: Most bytes of it, as a number or a size, None for 256 MiB; of more, the newest are kept.
         **cluster_options: Any other field of :class:`duckllm.config.ClusterConfig`.
 
     Raises:
@@ -136,7 +136,7 @@ class LLM:
         draft_tokens: int = 1,
         lanes: str = "auto",
         trace: str | Path | None = None,
-        trace_bytes: int | str = DEFAULT_TRACE_BYTES,
+        trace_bytes: int | str | None = None,
         **cluster_options: Any,
     ) -> None:
         cluster_config = _cluster_config(workers, cluster_options)
@@ -573,9 +573,11 @@ def _cache_limits(
     )
 
 
-def _trace_file(trace: str | Path | None, limit: int | str) -> tuple[Path | None, int]:
+def _trace_file(trace: str | Path | None, limit: int | str | None) -> tuple[Path | None, int]:
     """The trace's file, if there is to be one, and most bytes of it."""
-    num_bytes: Any = as_size("trace_bytes", limit)
+    if trace is None and limit is not None:
+        raise ConfigError("trace_bytes", limit, "nothing without a trace")
+    num_bytes: Any = as_size("trace_bytes", DEFAULT_TRACE_BYTES if limit is None else limit)
     _check_int("trace_bytes", num_bytes, LEAST_TRACE_BYTES)
     if trace is None:
         return None, num_bytes

@@ -235,7 +235,7 @@ def test_memory_is_reckoned_before_anything_is_measured() -> None:
         (["--repeats", "8"], "repeats: got 8, expected 9 to 10000"),
         (["--plot", "a.jpg"], "plot: got 'a.jpg', expected a file name that ends in .png"),
         (["--save", "/no/such/a.jsonl"], "save: got '/no/such/a.jsonl', expected a file in a folder that"),
-        (["--linear", "--hot"], "hot: got 'True', expected nothing beside --linear"),
+        (["--linear", "--hot"], "hot: got True, expected nothing beside --linear"),
         (["--linear", "--shape", "demo"], "shape: got 'demo', expected nothing beside --linear"),
         (["--shape", "demo,deepseek"], "shape: got deepseek, which needs 2.9 GB of memory, expected at most"),
     ],

@@ -26,7 +26,7 @@ MEMORY = (
     "only with the same nodes in the same order and the same stripes on each.\n"
 )
 CACHE = {"kv_cache_bytes": None, "kv_memory_bytes": 0, "kv_disk_dir": None, "kv_disk_bytes": None}
-TRACE = {"trace": None, "trace_bytes": 256 << 20}
+TRACE = {"trace": None}
 
 
 class Outcome:

@@ -151,6 +151,10 @@ def test_plan_counts_a_cards_vram(demo_folder: Path) -> None:
     facts = json.loads(run(*arguments, "--json"))["host"]
     vram = facts["vram"]
     assert facts["device"] == "a GPU of 2.00 GiB"
+    took = re.search(r"own weights, ([\d.]+) MiB, take ([\d.]+) us of a token; --speed ", run(*arguments))
+    assert took is not None
+    assert float(took[1]) == pytest.approx(facts["bytes_per_token"] / 2**20, abs=0.01)
+    assert float(took[2]) == pytest.approx(facts["bytes_per_token"] / 2e6, abs=0.05)
     assert (vram["total_bytes"], vram["have_bytes"]) == (2 << 30, (2 << 30) - 3 * (1 << 28))
     assert facts["kv_cache_tokens"] == 64 * 1024
     assert vram["kv_cache_bytes"] == 64 * 1024 * 2 * 7 * (64 + 16 + 32)

@@ -123,25 +123,30 @@ def test_what_the_verb_refuses(arguments: list[str], words: str, tmp_path: Path)
     ("arguments", "words"),
     [
         (["--trace", "/no/such/a.json"], "trace: got '/no/such/a.json', expected a file in a folder"),
-        (["--trace-bytes", "1000"], "trace_bytes: got '1000', expected at least 1.00 MiB"),
-        (["--trace-bytes", "much"], "trace_bytes: got 'much', expected a size"),
+        (
+            ["--trace", "TRACE", "--trace-bytes", "1000"],
+            "trace_bytes: got '1000', expected at least 1.00 MiB",
+        ),
+        (["--trace", "TRACE", "--trace-bytes", "much"], "trace_bytes: got 'much', expected a size"),
     ],
 )
 @pytest.mark.parametrize("verb", ["chat", "serve"])
 def test_wrong_options_are_refused_before_anything_is_loaded(
-    verb: str, arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+    verb: str, arguments: list[str], words: str, tmp_path: Path
 ) -> None:
     prompt = ["--prompt", "x"] if verb == "chat" else ["--port", "0"]
     with pytest.raises(ConfigError, match=words):
-        run(verb, *prompt, *arguments)
+        run(verb, *prompt, *(each.replace("TRACE", str(tmp_path / "t.json")) for each in arguments))
 
 
 @pytest.mark.parametrize(
     ("field", "value"), [("trace", 5), ("trace", ""), ("trace_bytes", 5), ("trace_bytes", 1.5)]
 )
-def test_wrong_arguments_are_refused(field: str, value: object) -> None:
+def test_wrong_arguments_are_refused(field: str, value: object, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"^{field}: got"):
-        LLM(**{field: value})  # type: ignore[arg-type]
+        LLM(**{"trace": tmp_path / "t.json", field: value})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^trace_bytes: got 2097152, expected nothing without a trace"):
+        LLM(trace_bytes=2 << 20)
 
 
 def test_without_workers_the_engines_steps_are_traced(model_cache: Path, tmp_path: Path) -> None:

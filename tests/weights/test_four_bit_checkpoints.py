@@ -19,7 +19,7 @@ from random_checkpoint import (
 )
 
 from duckllm.cli.convert import describe, summary
-from duckllm.errors import CheckpointError, UnsupportedModelError
+from duckllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from duckllm.models.inspection import inspect_model
 from duckllm.weights.architectures import layout_of
 from duckllm.weights.checkpoint import Checkpoint
@@ -166,6 +166,16 @@ def test_a_layer_of_several_kinds_of_4_bits_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(UnsupportedModelError, match=re.escape(words)):
         tensors_of(tmp_path / "src").experts.kept_format(1)
+
+
+def test_leave_to_round_again_is_refused_where_nothing_is(tmp_path: Path) -> None:
+    make(tmp_path / "src", FORMS["compressed-32"])
+    make_checkpoint(tmp_path / "bf16", dtype="BF16")
+    for source, weight_format in (("src", "auto"), ("src", "int4-bf16"), ("bf16", "int8")):
+        with pytest.raises(ConfigError, match=r"^requantise: got True, expected nothing where"):
+            convert(tmp_path / source, tmp_path / "dst", weight_format=weight_format, requantise=True)
+    manifest = convert(tmp_path / "src", tmp_path / "dst", weight_format="int8", requantise=True)
+    assert manifest.format == "int8"
 
 
 def test_groups_that_no_format_holds_are_refused_by_name(tmp_path: Path) -> None:

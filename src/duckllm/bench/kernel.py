@@ -363,8 +363,8 @@ def derived(lines: Iterable[KernelLine]) -> Iterator[dict[str, object]]:
 
     Yields:
         ``error``: the largest of all lines; ``t2_over_t1``: time of 2 rows over that of 1, by number of
-        experts; ``gparam_per_s_4`` and ``_20`` experts, 1 row, and ``few_over_many``; ``fixed_us``: the time of one expert's step that is not its
-        bytes at the ceiling.
+        experts; ``gparam_per_s_4`` and ``_20`` experts, 1 row, and ``few_over_many``; ``fixed_us``: the time
+        of one expert's step that is not its bytes at the ceiling.
     """
     found: dict[tuple[str, str], dict[tuple[int, int], KernelLine]] = {}
     errors: dict[tuple[str, str], float] = {}

@@ -23,9 +23,9 @@ from duckllm.cli.bench_common import (
 )
 from duckllm.cli.bench_model import DECODE_EXAMPLES, PREFILL_EXAMPLES, decode, prefill
 from duckllm.cli.bench_serve import SERVE_EXAMPLES, serve
+from duckllm.cli.common import refuse_unused
 from duckllm.cli.terminal import table_console
-from duckllm.config import parse_size, threads_in_words
-from duckllm.errors import ConfigError
+from duckllm.config import LOSSLESS_FORMATS, parse_size, threads_in_words
 
 ROOFLINE_EXAMPLES = """\b
 Examples:
@@ -184,10 +184,14 @@ def kernel(
         full=full,
         prefill=prefill,
     )
-    beside = {"shape": shape, "experts": experts, "hot": hot, "full": full, "plot": plot}
-    for field, given in (beside | {"prefill": prefill if prefill != "f32" else ""}).items():
-        if linear and given:
-            raise ConfigError(field, str(given), "nothing beside --linear, which measures dense layers")
+    if linear:
+        beside = {"shape": shape, "experts": experts, "hot": hot, "full": full, "plot": plot}
+        what = "nothing beside --linear, which measures dense layers"
+        refuse_unused(kernel, beside | {"prefill": prefill}, what)
+    if rows:
+        refuse_unused(kernel, {"full": full}, "nothing beside --rows, which says how many there are")
+    if weight_format and not set(LOSSLESS_FORMATS) & set(config.format):
+        refuse_unused(kernel, {"prefill": prefill}, "f32 with formats that multiply integers alone")
     if plot is not None:
         check_plot(plot)
         check_save(plot, "plot")

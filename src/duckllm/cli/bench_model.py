@@ -231,6 +231,8 @@ def expand_settings(options: ModelOptions) -> list[Setting]:
         listed[name] = (text,) if text is None or is_addresses else parse_words(text)
         if not listed[name]:
             raise ConfigError(name, text, "a value, or several with commas between")
+    if listed["workers"] == ("0",):
+        replace(options, workers="0").refuse_unused()
     settings = []
     for values in itertools.product(*listed.values()):
         chosen: dict[str, Any] = dict(zip(listed, values, strict=True))

@@ -24,6 +24,7 @@ from duckllm.cli.bench_common import (
     print_line,
     writing_whole,
 )
+from duckllm.cli.common import refuse_unused
 from duckllm.cli.terminal import table_console
 from duckllm.errors import ConfigError, InWords, MissingPackageError
 
@@ -141,6 +142,15 @@ def serve(
     if not 0 <= num_warmups <= 1000:
         raise ConfigError("num_warmups", num_warmups, "a number from 0 to 1000")
     loads = parse_loads(request_rate, burstiness, max_concurrency, has_trace=dataset_path is not None)
+    if dataset_path is not None:
+        lens: dict[str, float] = {"random_range_ratio": random_range_ratio}
+        lens |= {"random_input_len": random_input_len, "random_output_len": random_output_len}
+        refuse_unused(serve, lens, "nothing with --dataset-path, whose lengths are taken")
+    if not any(load.request_rate not in (None, math.inf) for load in loads):
+        refuse_unused(serve, {"burstiness": burstiness}, "nothing without a --request-rate below inf")
+        if dataset_path is not None:
+            what = "nothing with a trace's requests, unless a --request-rate draws their arrivals"
+            refuse_unused(serve, {"seed": seed}, what)
     lengths = (random_input_len, random_output_len, random_range_ratio)
     wanted, loads = _wanted(dataset_path, num_prompts, lengths, seed, loads)
     if html is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from duckllm.cli.bench_common import CellProgress, check_environment, check_save, writing
-from duckllm.cli.common import Waiting
+from duckllm.cli.common import Waiting, refuse_unused
 from duckllm.cli.model_options import ModelArgument
 from duckllm.cli.quality import is_demo_model
 from duckllm.config import MAX_STEP_TOKENS, show_size
@@ -76,6 +76,11 @@ def calibrate(
     ):
         if not least <= value <= most:
             raise ConfigError(field, value, f"a number from {least} to {most}")
+    if prompts is None or prompts.suffix == ".jsonl":
+        refuse_unused(calibrate, {"window": window}, "nothing without --prompts of a text that is cut")
+    else:
+        what = "nothing with a text, to which nothing is replied"
+        refuse_unused(calibrate, {"reply_tokens": reply_tokens}, what)
     check_save(output, "output")
     if prompts is not None:
         check_readable("prompts", prompts)  # before a checkpoint is converted

@@ -100,6 +100,7 @@ def chat(
     changes["stop"] = stop or None
     overrides = {field: value for field, value in changes.items() if value is not None}
     question = _question(prompt, as_json)
+    model_options.refuse_unused()
     model_options.arguments()  # refused, if they are, before anything of the session is
     _check_sampling(overrides)
     _check_utf8("system", system or "")

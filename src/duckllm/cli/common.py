@@ -5,9 +5,11 @@ Called by the verbs; knows what a chat needs of a model (:class:`ChatModel`) and
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
@@ -63,6 +65,8 @@ class ChatConversation(Protocol):
         """Begins anew."""
 
 
+# Options whose parameters have other names.
+_FIELDS = {"weight_format": "format", "as_json": "json"}
 _BEST_LINK = "shared memory"
 EMPTY_REPLY = "[empty reply]"
 _STEP_PARTS = {
@@ -107,6 +111,24 @@ def parse_workers(text: str) -> int | tuple[str, ...]:
     if not all(":" in address for address in addresses):
         raise ConfigError("workers", text, expected)
     return tuple(str(parse_address(address, "workers")) for address in addresses)
+
+
+def refuse_unused(verb: Callable[..., object], given: Mapping[str, object], expected: str) -> None:
+    """Refuses options that were given, and that would change nothing as other options are.
+
+    Args:
+        verb: The verb, whose defaults stand for what was not given.
+        given: The options by their parameters' names.
+        expected: What is expected of them: ``"nothing without --suite"``.
+
+    Raises:
+        ConfigError: One is not as by default.
+    """
+    parameters = inspect.signature(verb).parameters
+    for name, value in given.items():
+        if value != parameters[name].default:
+            shown = str(value) if isinstance(value, Path) else value
+            raise ConfigError(_FIELDS.get(name, name), shown, expected)
 
 
 def parse_shares(text: str) -> str | tuple[float, ...]:

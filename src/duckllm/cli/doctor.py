@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from duckllm.cli.common import Waiting, parse_workers
+from duckllm.cli.common import Waiting, parse_workers, refuse_unused
 from duckllm.cli.discover import DiscoverOption, check_undiscovered, discover
 from duckllm.cli.model_options import DiscoverWait, MinWorkers
 from duckllm.cli.terminal import printable
@@ -70,13 +70,12 @@ def doctor(
     if measure_jitter:
         from duckllm.cli.jitter import jitter
 
-        for field, value in (("workers", workers), ("cluster", cluster)):
-            if value is not None:
-                raise ConfigError(field, value, "nothing with --jitter, which measures this machine")
+        of_workers: dict[str, object] = {"workers": workers, "cluster": cluster, "token_file": token_file}
+        of_workers |= {"min_workers": min_workers, "discover_wait_s": discover_wait_s}
+        refuse_unused(doctor, of_workers, "nothing with --jitter, which measures this machine")
         jitter(samples, as_json=as_json)
         return
-    if samples != DEFAULT_SAMPLES:
-        raise ConfigError("samples", samples, "nothing without --jitter")
+    refuse_unused(doctor, {"samples": samples}, "nothing without --jitter")
     from duckllm.cluster.address import parse_address
     from duckllm.doctor.examine import examine
     from duckllm.doctor.finding import WARNING, Finding

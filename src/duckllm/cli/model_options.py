@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from duckllm.cli.common import parse_shares, parse_workers
+from duckllm.cli.common import parse_shares, parse_workers, refuse_unused
 from duckllm.cluster import check_cluster
 from duckllm.cluster.token import read_token
 from duckllm.config import ClusterConfig, parse_size, show_size
@@ -204,8 +204,13 @@ class ModelOptions:
         ),
     ] = None
     trace_bytes: Annotated[
-        str, typer.Option(metavar="<size>", help="Most bytes of a trace; of more, the newest are kept.")
-    ] = "256MiB"
+        str | None,
+        typer.Option(
+            metavar="<size>",
+            help="Most bytes of a trace, by default 256MiB; of more, the newest are kept.",
+            show_default=False,
+        ),
+    ] = None
     token_file: Annotated[
         Path | None,
         typer.Option(
@@ -239,12 +244,29 @@ class ModelOptions:
         }
 
     def _trace_arguments(self) -> dict[str, Any]:
+        if self.trace is None:
+            if self.trace_bytes is not None:
+                raise ConfigError("trace_bytes", self.trace_bytes, "nothing without --trace")
+            return {"trace": None}
+        check_trace(self.trace)
+        if self.trace_bytes is None:
+            return {"trace": self.trace}
         limit_bytes = parse_size("trace_bytes", self.trace_bytes)
         if limit_bytes < LEAST_TRACE_BYTES:
             raise ConfigError("trace_bytes", self.trace_bytes, f"at least {show_size(LEAST_TRACE_BYTES)}")
-        if self.trace is not None:
-            check_trace(self.trace)
         return {"trace": self.trace, "trace_bytes": limit_bytes}
+
+    def refuse_unused(self) -> None:
+        """Refuses options of workers where there are none.
+
+        Raises:
+            ConfigError: One was given.
+        """
+        if self.workers is None or self.workers.strip() != "0" or self.cluster not in (None, "local"):
+            return
+        names = ("wire_dtype", "shares", "share_folder", "prepare_timeout_s", "worker_timeout_s")
+        given = {name: getattr(self, name) for name in names}
+        refuse_unused(ModelOptions, given, "nothing with --workers 0, which starts none")
 
     def _cluster_arguments(self) -> dict[str, Any]:
         names = (

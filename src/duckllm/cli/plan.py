@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from duckllm.cli.common import Waiting, parse_shares, parse_workers
+from duckllm.cli.common import Waiting, parse_shares, parse_workers, refuse_unused
 from duckllm.cli.discover import DiscoverOption, check_undiscovered, discover
 from duckllm.cli.model_options import DiscoverWait, InspectedModel, MinWorkers
 from duckllm.cli.plan_forecast import DEFAULTS, Forecasting
@@ -37,6 +37,8 @@ _SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*(?:g|gb|gib)?", re.IGNORECASE)
 _NUMBER = re.compile(r"\d{1,6}(?:\.\d{1,3})?")
 _ISAS = ("scalar", "avx2", "avx512")
 _DEFAULT_CONTEXT = 8192
+# Options that describe nodes and host, which a file of nodes does, and which a measurement finds out.
+_DESCRIBED = ("memory", "speed", "isa", "round_trip_us", "host_memory", "host_speed", "vram")
 
 
 def plan(
@@ -181,7 +183,10 @@ def plan(
     than their memory holds; else even ones. With a GPU the host's weights and KV cache, as much as at a
     start, are counted against its VRAM. With --nodes it says what this would give, by a model of a step.
     """
+    given: dict[str, Any] = dict(locals())
     if presets:
+        del given["presets"]
+        refuse_unused(plan, given, "nothing with --presets, which prints them alone")
         from duckllm.forecast.report import describe_presets
 
         print(describe_presets())
@@ -219,19 +224,23 @@ def plan(
                 raise ConfigError(field, value, "nothing with workers at addresses, which say it themselves")
     count = None if isinstance(asked, tuple) else _count_nodes(asked, facts)
     _check_numbers(draft, max_step_tokens, host_speed)
+    if not isinstance(asked, tuple):
+        what = "nothing without workers at addresses, or --cluster discover"
+        refuse_unused(plan, {"token_file": token_file}, what)
+        if speed is None and nodes is None and not measure:
+            what = "nothing without --speed, of which a step's time is made"
+            refuse_unused(plan, {"round_trip_us": round_trip_us}, what)
     asks = Forecasting(nodes, acceptance, context, batch, wire_dtype, measure)
     asks.keep(keep or None)
     if asks.flock is not None:
-        own = {
-            "workers": workers,
-            "cluster": cluster,
-            "memory": memory,
-            "speed": speed,
-            "isa": isa,
-            "round_trip_us": round_trip_us,
-        }
-        asks.refuse(own | {"host_memory": host_memory, "host_speed": host_speed, "vram": vram}, device)
+        asks.refuse({name: given[name] for name in ("workers", "cluster", *_DESCRIBED)}, device)
         card, host_bytes, host_speed = asks.host()
+    elif measure:
+        described = {name: given[name] for name in _DESCRIBED}
+        described["device"] = "auto" if device == "cpu" else device
+        refuse_unused(plan, described, "nothing with --measure, which measures this machine and its CPU")
+    if acceptance is not None and draft == "off":
+        raise ConfigError("acceptance", acceptance, "nothing with draft off, which guesses none")
     with Waiting(f"Reading {model or 'the demo model'}"):
         found = inspect_model(find_model(model, whole=False).folder)
     chosen = _parse_format(weight_format, found)
@@ -549,7 +558,10 @@ def _describe_starts(plan: ClusterPlan) -> list[str]:
 def _describe_speed(plan: ClusterPlan) -> list[str]:
     """At most how fast one answer comes, where the speeds of the nodes are known."""
     if plan.step_us is None or plan.ceiling_tokens_per_s is None:
-        return []
+        if plan.host_us is None:
+            return []
+        own = f"the host's own weights, {show_size(plan.host_read_bytes)}, take {plan.host_us:.1f} us"
+        return [f"{own} of a token; --speed tells the nodes' part"]
     trip = "" if any(node.node.round_trip_us for node in plan.nodes) else ", without round trips"
     if plan.host_us is None:
         host = "without the host's own time, which --host-speed tells"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from duckllm.cli.bench_common import CellProgress, append_line, check_environment, check_save, parse_words
-from duckllm.cli.common import Waiting, parse_workers
+from duckllm.cli.common import Waiting, parse_workers, refuse_unused
 from duckllm.cli.model_options import ModelArgument
 from duckllm.cli.plan_forecast import Forecasting
 from duckllm.cluster.token import read_token
@@ -160,6 +160,12 @@ def quality(
     options: dict[str, Any] = {"workers": parse_workers(workers), "cluster_token": read_token(token_file)}
     if exact and options["workers"] != 0:
         raise ConfigError("exact", InWords("workers"), "experts in this process, --workers 0")
+    if not isinstance(options["workers"], tuple):
+        refuse_unused(quality, {"token_file": token_file}, "nothing without workers at addresses")
+    if not suite:
+        refuse_unused(quality, {"every": every}, "nothing without --suite")
+    if text is None or text.suffix == ".jsonl":
+        refuse_unused(quality, {"window": window}, "nothing without --text of a text that is cut")
     asks = None if nodes is None else Forecasting(nodes, None, _LONG_CONTEXT, "1", "f32", False)
     if save is not None:
         check_save(save)

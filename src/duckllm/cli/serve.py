@@ -101,6 +101,7 @@ def serve(
         max_waiting=max_waiting,
         shutdown_timeout_s=shutdown_timeout_s,
     )
+    model_options.refuse_unused()
     options = model_options.arguments()
 
     def load(progress: LoadingProgress) -> LLM:

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from duckllm.cli.bench_common import check_save, writing_whole
-from duckllm.cli.common import Waiting, tell
+from duckllm.cli.common import Waiting, refuse_unused, tell
 from duckllm.cli.terminal import plain_title, table_console
 from duckllm.errors import ConfigError
 
@@ -21,7 +21,7 @@ Examples:
   duckllm chat --prompt "What is a duck?" --trace run.json
   duckllm trace run.json
   duckllm trace run.json --plot heat.png
-  duckllm trace run.earlier.json run.json --layers 10 --json
+  duckllm trace run.earlier.json run.json --late 10 --json
 """
 
 
@@ -51,6 +51,8 @@ def trace(
     for field, number in (("layers", layers), ("late", late)):
         if number < 0:
             raise ConfigError(field, number, "at least 0")
+    if as_json:
+        refuse_unused(trace, {"layers": layers}, "nothing with --json, which has all of them")
     if plot is not None:
         check_plot(plot)
         check_save(plot, "plot")

@@ -144,7 +144,8 @@ def convert(
             what is wrong with a model that could be converted but not used.
 
     Raises:
-        ConfigError: An unknown format, or a destination that is the source, lies in it or holds other things.
+        ConfigError: An unknown format, ``requantise`` or ``importance`` that would change nothing, or a
+            destination that is the source, lies in it or holds other things.
         ModelError: The checkpoint is missing, broken or not supported.
         DiskSpaceError: The destination has not the room.
 
@@ -160,6 +161,8 @@ def convert(
     numbers = LayerNumbers(layout.moe_layers, checkpoint.config["num_hidden_layers"])
     kept = {layer: tensors.experts.kept_format(layer) for layer in layout.moe_layers}
     formats = layer_formats(numbers, kept, weight_format=weight_format, keep=keep, requantise=requantise)
+    if requantise and not any(kept[layer] not in ("", name) for layer, name in formats.items()):
+        raise ConfigError("requantise", True, "nothing where no 4-bit experts are rounded to another format")
     weights = None if importance is None else _open_importance(importance, checkpoint, layout, kept, formats)
     model = _Model(checkpoint, layout, tensors, formats, weights, dict(origin or {}))
     with model_errors(source):
