@@ -15,6 +15,7 @@ from duckllm.cli import main as main_module
 from duckllm.cli.main import app
 from duckllm.device import Device
 from duckllm.errors import AuthenticationError, ConfigError, InWords, PlacementError
+from duckllm.forecast.flock import read_flock
 from duckllm.models.inspection import inspect_model
 from duckllm.weights.convert import convert
 from duckllm.weights.formats import LayerFormat
@@ -114,9 +115,22 @@ def test_plan_asks_running_workers(demo_folder: Path, tmp_path: Path) -> None:
         addresses = f"{first.address},{second.address}"
         rest = ("--workers", addresses, "--token-file", tmp_path / "token", "--host-speed", "20", "--json")
         facts = json.loads(run("plan", demo_folder, *rest))
-        said = run("plan", demo_folder, *rest[:-1])
+        written = tmp_path / "nodes.toml"
+        said = run("plan", demo_folder, *rest[:-1], "--write-nodes", written)
+        with pytest.raises(
+            ConfigError, match=r"write_nodes: got .*nodes\.toml', expected the name of a TOML"
+        ):
+            run("plan", demo_folder, *rest, "--write-nodes", written)
         with pytest.raises(AuthenticationError, match="this worker has one and the host has none"):
             run("plan", demo_folder, "--workers", addresses)
+    flock = read_flock(written)
+    assert [(each.read_gb_per_s, each.isa, each.machine) for each in flock.nodes] == [
+        (12.5, facts["workers"][0]["isa"].partition("+")[0], "host"),
+        (37.5, "scalar", "host"),
+    ]
+    planned = json.loads(run("plan", demo_folder, "--nodes", written, "--json"))
+    assert [row["node"] for row in planned["workers"]] == [node.name for node in flock.nodes]
+    assert "forecast" in planned
     rows = facts["workers"]
     assert [(row["stripes"], row["read_gb_per_s"]) for row in rows] == [(2, 12.5), (6, 37.5)]
     assert [row["node"] for row in rows] == [str(first.address), str(second.address)]

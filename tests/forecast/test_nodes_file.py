@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from duckllm._native import select_isa
+from duckllm.bench.token_ceilings import LinkFacts
+from duckllm.cli import plan_nodes
+from duckllm.cluster.connect import WorkerInfo
+from duckllm.cluster.survey import RoundTrip
+from duckllm.config import available_cores, total_memory_bytes
+from duckllm.device import CPU
+from duckllm.engine.cache_size import card_of
 from duckllm.errors import ConfigError
-from duckllm.forecast.flock import flock_of, read_flock
+from duckllm.forecast.flock import GIB, Computer, Machine, flock_of, read_flock
 from duckllm.forecast.presets import CARDS, COMPUTERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,3 +156,49 @@ def test_every_figure_of_a_preset_has_a_source() -> None:
 def test_a_computer_without_kernels_is_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match="ARM"):
         flock_of({"host": OWN, "nodes": [{"preset": "raspberry-pi-5"}]})
+
+
+def worker(address: str, **said: object) -> tuple[WorkerInfo, RoundTrip]:
+    values = {"isa": "avx2", "build": "", "threads": 4, "pid": 1, "memory_bytes": 16 * GIB}
+    values |= {"read_gb_per_s": 30.004}
+    return WorkerInfo(address, **(values | said)), RoundTrip(64, (80.0, 91.234, 120.0))  # type: ignore[arg-type]
+
+
+def test_a_file_is_written_of_workers_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they say and what is measured here comes back; what is a guess says so."""
+    monkeypatch.setattr(plan_nodes, "this_machine_gb_per_s", lambda: 50.0)
+    monkeypatch.setattr(plan_nodes, "_gflop_of_core", lambda isas: dict.fromkeys(isas, 100.0))
+    links = {"a": LinkFacts("eth0", 2.5), "b": LinkFacts("eth1"), "127.0.0.1": LinkFacts("loopback")}
+    asked = [
+        worker("a:1", name="attic"),
+        worker("b:1", threads=2, isa="scalar+x"),
+        worker("b:2", threads=2, read_gb_per_s=20.0),
+        worker("127.0.0.1:1", threads=1, read_gb_per_s=11.0),
+    ]
+    text, missing = plan_nodes.nodes_text(asked, {"b:1": 'st"udy'}, CPU, links.__getitem__)
+    assert missing == []
+    cores, isa = available_cores(), select_isa()
+    flock = flock_of(tomllib.loads(text))
+    assert flock.nodes == (
+        Computer("attic", 4, 30.0, 400.0, 16.0, 2.5, "avx2", 91.23),
+        Computer('st"udy', 2, 30.0, 200.0, 8.0, 1.0, "scalar", 91.23, "b"),
+        Computer("b:2", 2, 20.0, 200.0, 8.0, 1.0, "avx2", 91.23, "b"),
+        Computer("127.0.0.1:1", 1, 11.0, 100.0, 16.0, 1.0, "avx2", 91.23, "host"),
+    )
+    assert flock.machines == {"b": Machine(4, 30.0), "host": Machine(cores, 50.0)}
+    memory_gib = round(total_memory_bytes() / GIB, 2)
+    assert flock.host == Computer("host", cores, 50.0, 100.0 * cores, memory_gib, 2.5, isa, machine="host")
+    assert flock.card is None
+    assert text.count("# an assumption: nothing here says it") == 2
+    assert text.count("# an estimate: cores of this host") == 4
+
+
+def test_what_no_worker_says_is_to_be_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_nodes, "this_machine_gb_per_s", lambda: 50.0)
+    monkeypatch.setattr(plan_nodes, "_gflop_of_core", lambda isas: dict.fromkeys(isas, 100.0))
+    asked = [worker("a:1", read_gb_per_s=None)]
+    text, missing = plan_nodes.nodes_text(asked, {}, card_of(24 * GIB), lambda _: LinkFacts("eth0", 10.0))
+    assert missing == ["host's card", "a:1's read_gb_per_s"]
+    assert "# card =                     # one of duckllm plan --presets, or {vram_gib = 24, gb_per_s" in text
+    with pytest.raises(ConfigError, match=r"nodes\[0\]\.read_gb_per_s: got nothing, expected a figure"):
+        flock_of(tomllib.loads(text))

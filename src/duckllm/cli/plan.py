@@ -19,6 +19,8 @@ from duckllm.cli.discover import DiscoverOption, check_undiscovered, discover
 from duckllm.cli.model_options import DiscoverWait, InspectedModel, MinWorkers
 from duckllm.cli.plan_forecast import DEFAULTS, Forecasting
 from duckllm.cli.plan_formats import compare, describe_formats
+from duckllm.cli.plan_nodes import ask_workers, check_new_file, this_machine_gb_per_s
+from duckllm.cli.plan_nodes import write_nodes as write_nodes_file
 from duckllm.cli.terminal import printable
 from duckllm.config import MAX_STEP_TOKENS, MAX_WORKERS, WEIGHT_FORMATS, show_size
 from duckllm.device import check_device
@@ -147,6 +149,15 @@ def plan(
             readable=False,
         ),
     ] = None,
+    write_nodes: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write such a file of the workers at --workers or found by --cluster discover, and of this "
+            "host: what they say, what is measured here, and comments where that is a guess.",
+            show_default=False,
+            readable=False,
+        ),
+    ] = None,
     acceptance: Annotated[
         float | None,
         typer.Option(
@@ -192,7 +203,9 @@ def plan(
         print(describe_presets())
         return
     from duckllm.assembly import choose_device
+    from duckllm.cli.bench_model import interface_to
     from duckllm.models.inspection import inspect_model
+    from duckllm.moe.fit import nodes_of
     from duckllm.plan import plan_host_part, plan_on
     from duckllm.weights.resolve import find_model
 
@@ -204,6 +217,8 @@ def plan(
     }
     host_bytes = None if host_memory is None else _parse_memory("host_memory", host_memory)[0]
     card = _parse_card(device, vram)
+    if write_nodes is not None:
+        check_new_file(write_nodes)
     check_undiscovered(cluster, min_workers, discover_wait_s)
     if cluster is not None:
         found_nodes, others = discover(cluster, workers, token_file, min_workers, discover_wait_s)
@@ -226,7 +241,7 @@ def plan(
     _check_numbers(draft, max_step_tokens, host_speed)
     if not isinstance(asked, tuple):
         what = "nothing without workers at addresses, or --cluster discover"
-        refuse_unused(plan, {"token_file": token_file}, what)
+        refuse_unused(plan, {"token_file": token_file, "write_nodes": write_nodes}, what)
         if speed is None and nodes is None and not measure:
             what = "nothing without --speed, of which a step's time is made"
             refuse_unused(plan, {"round_trip_us": round_trip_us}, what)
@@ -276,9 +291,15 @@ def plan(
         placed = list(asks.nodes())
     elif isinstance(asked, tuple):
         with Waiting("Asking the workers"):
-            placed = _ask_workers(found, asked, token_file)
-            placed = [replace(node, name=names.get(node.name, node.name)) for node in placed]
-            host_speed = host_speed or _this_machine_gb_per_s()
+            answers = ask_workers(found, asked, token_file)
+            placed = [
+                replace(node, name=names.get(node.name, node.name))
+                for node in nodes_of([info for info, _ in answers], [trip.median_us for _, trip in answers])
+            ]
+            if host_speed is None and not options["device"].is_cuda:
+                host_speed = this_machine_gb_per_s()
+        if write_nodes is not None:
+            write_nodes_file(write_nodes, answers, names, options["device"], interface_to)
     else:
         placed = []
 
@@ -359,25 +380,6 @@ def _make_nodes(
         )
         for number in range(count)
     ]
-
-
-def _ask_workers(model: Inspection, addresses: tuple[str, ...], token_file: Path | None) -> list[Node]:
-    from duckllm.cluster.address import parse_address
-    from duckllm.cluster.survey import step_message_bytes, survey
-    from duckllm.cluster.token import read_token
-    from duckllm.moe.fit import nodes_of
-
-    num_bytes = step_message_bytes(model.layout.hidden_size, model.layout.num_experts_per_tok)
-    parsed = [parse_address(address, "workers") for address in addresses]
-    found = survey(parsed, read_token(token_file), num_bytes)
-    return list(nodes_of([info for info, _ in found], [trip.median_us for _, trip in found]))
-
-
-def _this_machine_gb_per_s() -> float:
-    from duckllm.config import available_cores
-    from duckllm.worker.read_speed import read_speed
-
-    return read_speed(available_cores())
 
 
 def _check_fits(made: ClusterPlan) -> None:

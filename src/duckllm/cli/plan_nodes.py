@@ -1,0 +1,192 @@
+"""``duckllm plan`` and workers that run: what they say of their nodes, and a file of nodes made of it.
+
+Called by cli/plan.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from duckllm.cli.bench_common import check_save, writing_whole
+from duckllm.cli.common import tell
+from duckllm.config import available_cores, count_of, total_memory_bytes
+from duckllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from duckllm.bench.token_ceilings import LinkFacts
+    from duckllm.cluster.connect import WorkerInfo
+    from duckllm.cluster.survey import RoundTrip
+    from duckllm.device import Device
+    from duckllm.forecast.write_flock import WrittenComputer
+    from duckllm.models.inspection import Inspection
+
+Asked = Sequence[tuple["WorkerInfo", "RoundTrip"]]
+_GIB = 1 << 30
+_HERE = "host"  # the name of the host's machine, where workers are on it
+_REPEATS = 3
+
+
+def ask_workers(model: Inspection, addresses: tuple[str, ...], token_file: Path | None) -> Asked:
+    """What each worker says of its node, and messages as long as a step's request to it and back.
+
+    Raises:
+        ConfigError: An address is malformed, or the token's file cannot be read.
+        ClusterError: A worker is not available, or refuses.
+    """
+    from duckllm.cluster.address import parse_address
+    from duckllm.cluster.survey import step_message_bytes, survey
+    from duckllm.cluster.token import read_token
+
+    num_bytes = step_message_bytes(model.layout.hidden_size, model.layout.num_experts_per_tok)
+    parsed = [parse_address(address, "workers") for address in addresses]
+    return survey(parsed, read_token(token_file), num_bytes)
+
+
+def this_machine_gb_per_s() -> float:
+    """What a plain read of all cores reaches here."""
+    from duckllm.worker.read_speed import read_speed
+
+    return read_speed(available_cores())
+
+
+def check_new_file(path: Path) -> None:
+    """Finds out before anybody is asked whether a file of nodes can be written there.
+
+    Raises:
+        ConfigError: There is one already, which somebody may have changed, or it cannot be written.
+    """
+    if path.suffix == ".json" or path.exists():
+        raise ConfigError("write_nodes", str(path), "the name of a TOML file that is not there yet")
+    check_save(path, "write_nodes")
+
+
+def write_nodes(
+    path: Path, asked: Asked, names: Mapping[str, str], device: Device, link_of: Callable[[str], LinkFacts]
+) -> None:
+    """Writes what is known of the workers' nodes and of this host, and says what is missing.
+
+    Args:
+        path: The file.
+        asked: What the workers said.
+        names: What the nodes at addresses are called, where that is known.
+        device: What computes the host's layers.
+        link_of: What the system says of the interface that leads to a machine.
+
+    Raises:
+        ConfigError: It could not be written.
+    """
+    text, missing = nodes_text(asked, names, device, link_of)
+    with writing_whole("write_nodes", path) as part:
+        part.write_text(text, encoding="utf-8")
+    lacks = f"; to fill in: {', '.join(missing)}" if missing else ""
+    nodes = count_of(len(asked), "node")
+    tell(f"{path}: {nodes}; look at its comments, then: duckllm plan MODEL --nodes {path}{lacks}")
+
+
+def nodes_text(
+    asked: Asked, names: Mapping[str, str], device: Device, link_of: Callable[[str], LinkFacts]
+) -> tuple[str, list[str]]:
+    """The file's text, and the fields that it lacks; arguments as of :func:`write_nodes`."""
+    from duckllm import _native
+    from duckllm.cluster.address import parse_address
+    from duckllm.forecast.flock import Machine
+    from duckllm.forecast.write_flock import WrittenComputer, flock_text
+
+    places = [parse_address(info.address).name for info, _ in asked]
+    links = {place: link_of(place) for place in dict.fromkeys(places)}
+    is_here = {place: link.words == "loopback" for place, link in links.items()}
+    shared = Counter(_HERE if is_here[place] else place for place in places)
+    isas = {_isa(info) for info, _ in asked} & set(_native.available_isas()) | {_native.select_isa()}
+    gflop_of_core = _gflop_of_core(sorted(isas))
+    read_here = this_machine_gb_per_s()
+    machines: dict[str, Machine] = {}
+    nodes = []
+    for (info, trip), place in zip(asked, places, strict=True):
+        machine = _HERE if is_here[place] else place
+        shares = is_here[place] or shared[machine] > 1
+        rate = links[place].gbit_per_s
+        gflop = info.threads * gflop_of_core.get(_isa(info), gflop_of_core[_native.select_isa()])
+        notes = {
+            "gflop_per_s": "an estimate: cores of this host; duckllm bench roofline there measures it",
+            "link_gbit_per_s": "no wire on one machine: any number"
+            if is_here[place]
+            else "that of this host's interface to it"
+            if rate
+            else "an assumption: nothing here says it",
+        }
+        if info.read_gb_per_s is None:
+            notes["read_gb_per_s"] = "duckllm bench roofline there measures it"
+        values: dict[str, str | float | None] = {
+            "name": _name(names.get(info.address) or info.name, info.address),
+            "cores": info.threads,
+            "isa": _isa(info),
+            "read_gb_per_s": _rounded(info.read_gb_per_s),
+            "gflop_per_s": _rounded(gflop),
+            "memory_gib": _rounded(info.memory_bytes / shared[machine] / _GIB),
+            "link_gbit_per_s": rate or 1.0,
+            "round_trip_us": _rounded(trip.median_us),
+        }
+        if shares:
+            values["machine"] = machine
+            before = machines.get(machine, Machine(0, 0.0))
+            if is_here[place]:
+                machines[machine] = Machine(available_cores(), round(read_here, 2))
+            else:
+                read = max(before.read_gb_per_s, round(info.read_gb_per_s or 0.0, 2))
+                machines[machine] = Machine(before.cores + info.threads, read)
+        nodes.append(WrittenComputer(values, notes))
+    rates = [link.gbit_per_s for link in links.values() if link.gbit_per_s]
+    host = _host(device, read_here, gflop_of_core[_native.select_isa()], max(rates, default=None))
+    if _HERE in machines:
+        host = WrittenComputer({**host.values, "machine": _HERE}, host.notes)
+    title = "Written by duckllm plan --write-nodes; docs/planning.md says what each field is."
+    missing = [f"host's {name}" for name in host.missing]
+    missing += [f"{node.values['name']}'s {name}" for node in nodes for name in node.missing]
+    return flock_text(title, host, nodes, machines), missing
+
+
+def _host(
+    device: Device, read_gb_per_s: float, gflop_of_core: float, gbit_per_s: float | None
+) -> WrittenComputer:
+    from duckllm import _native
+    from duckllm.forecast.write_flock import WrittenComputer
+
+    values: dict[str, str | float | None] = {
+        "cores": available_cores(),
+        "isa": _native.select_isa(),
+        "read_gb_per_s": _rounded(read_gb_per_s),
+        "gflop_per_s": _rounded(available_cores() * gflop_of_core),
+        "memory_gib": _rounded(total_memory_bytes() / _GIB),
+        "link_gbit_per_s": gbit_per_s or 1.0,
+    }
+    notes = {"read_gb_per_s": "measured", "gflop_per_s": "measured"}
+    if not gbit_per_s:
+        notes["link_gbit_per_s"] = "an assumption: nothing here says it"
+    if device.is_cuda:
+        values["card"] = None
+        vram_gib = device.total_bytes / _GIB
+        notes["card"] = f"one of duckllm plan --presets, or {{vram_gib = {vram_gib:.0f}, gb_per_s = ...}}"
+    return WrittenComputer(values, notes)
+
+
+def _gflop_of_core(isas: Sequence[str]) -> dict[str, float]:
+    """f32 multiply-adds of one core here while all compute, the fastest sample, by instruction set."""
+    from duckllm.bench.ceilings import fma_ceilings
+
+    cores = available_cores()
+    return {each.isa: each.rate.most / cores for each in fma_ceilings(cores, isas, _REPEATS)}
+
+
+def _isa(info: WorkerInfo) -> str:
+    return info.isa.partition("+")[0]
+
+
+def _name(name: str, address: str) -> str:
+    return name if name and name.isprintable() and len(name) <= 100 else address
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)
