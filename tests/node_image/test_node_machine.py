@@ -9,9 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from duckllm.node_image import network
 from duckllm.node_image.console import Console
 from duckllm.node_image.dhcp_event import commands, lease
-from duckllm.node_image.facts import describe_ports, describe_processes, used_memory_bytes
+from duckllm.node_image.facts import (
+    describe_memory,
+    describe_ports,
+    describe_processes,
+    used_memory_bytes,
+)
 from duckllm.node_image.network import clock_offset, fetch_config, host_name, wired_interfaces
 from duckllm.node_image.tuning import make_room, tune
 from duckllm.node_image.watchdog import Restarts, answers
@@ -29,6 +35,7 @@ def test_tuning_sets_what_is_there_and_names_what_is_not(tmp_path: Path) -> None
     write(tmp_path, "proc/swaps", "Filename Type Size Used Priority\n")
     write(tmp_path, "proc/meminfo", "MemTotal: 16000000 kB\n")
     reserve = write(tmp_path, "proc/sys/vm/min_free_kbytes", "67584")
+    overcommit = write(tmp_path, "proc/sys/vm/nr_overcommit_hugepages", "0")
     interval = write(tmp_path, "proc/sys/vm/stat_interval", "1")
     huge = write(tmp_path, "sys/kernel/mm/transparent_hugepage/enabled", "")
     governors = [
@@ -45,6 +52,7 @@ def test_tuning_sets_what_is_there_and_names_what_is_not(tmp_path: Path) -> None
     write(tmp_path, "sys/devices/system/cpu/isolated", "1-3\n")
     said = " ".join(tune(tmp_path))
     assert interval.read_text() == "30"
+    assert overcommit.read_text() == "7812"  # huge pages, of 2048 kB
     assert reserve.read_text() == "16000"  # the square root of 16 times the memory, as the kernel has it
     assert huge.read_text() == "madvise"
     assert [path.read_text() for path in governors] == ["performance", "performance"]
@@ -107,19 +115,55 @@ def answer_of(received: float, sent: float, *, mode: int = 4, leap: int = 0, str
     return head + bytes(30) + struct.pack("!4I", *moment(received), *moment(sent))
 
 
-def test_a_boot_server_that_speaks_no_http_is_an_error_that_is_tried_again() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+def fake_busybox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
+    """What stands in for busybox; writes its arguments into the file that is returned."""
+    program, arguments = tmp_path / "busybox", tmp_path / "arguments"
+    program.write_text(f'#!/bin/sh\nprintf "%s " "$@" > {arguments}\n{script}\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(network, "BUSYBOX", str(program))
+    monkeypatch.setattr(network, "FETCHED", tmp_path / "fetched")
+    return arguments
 
-        def answer() -> None:
-            with server.accept()[0] as asked:
-                asked.recv(4096)
-                asked.sendall(b"SSH-2.0-x\r\n")
 
-        thread = threading.Thread(target=answer)
-        thread.start()
-        with pytest.raises(OSError, match=r"no answer of an HTTP server \(BadStatusLine\)"):
-            fetch_config(f"http://127.0.0.1:{server.getsockname()[1]}/node.toml")
-        thread.join()
+@pytest.mark.parametrize(
+    ("address", "asked"),
+    [
+        ("http://10.0.0.1:8069/node.toml", "wget -q -O FETCHED http://10.0.0.1:8069/node.toml "),
+        ("tftp://10.0.0.1/a/node.toml", "tftp -g -l FETCHED -r a/node.toml 10.0.0.1 69 "),
+        ("tftp://10.0.0.1:6969/x", "tftp -g -l FETCHED -r x 10.0.0.1 6969 "),
+    ],
+)
+def test_settings_are_fetched_and_nothing_of_them_stays(
+    address: str, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = tmp_path / "fetched"
+    arguments = fake_busybox(tmp_path, monkeypatch, f"printf 'port = 7412\\n' > {fetched}")
+    assert fetch_config(address) == "port = 7412\n"
+    assert arguments.read_text() == asked.replace("FETCHED", str(fetched))
+    assert not fetched.exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "named"),
+    [
+        (
+            "echo half > FETCHED; echo 'wget: server returned error: HTTP/1.1 404' >&2; exit 1",
+            "HTTP/1.1 404$",
+        ),
+        ("exit 1", "it cannot be fetched"),
+        ("head -c 65537 /dev/zero > FETCHED", "more than 65536 bytes"),
+        ("printf '\\377' > FETCHED", "not UTF-8"),
+        ("true", "No such file"),
+    ],
+)
+def test_what_cannot_be_fetched_is_an_error_that_is_tried_again(
+    script: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = tmp_path / "fetched"
+    fake_busybox(tmp_path, monkeypatch, script.replace("FETCHED", str(fetched)))
+    with pytest.raises(OSError, match=named):
+        fetch_config("http://10.0.0.1/node.toml")
+    assert not fetched.exists()
 
 
 def test_the_clock_moves_by_the_middle_of_both_ways() -> None:
@@ -191,8 +235,19 @@ def test_the_console_shows_one_printable_line_of_bounded_length(tmp_path: Path) 
 
 
 def test_used_memory_is_what_nobody_could_have(tmp_path: Path) -> None:
-    write(tmp_path, "proc/meminfo", "MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 400 kB\n")
-    assert used_memory_bytes(tmp_path) == 600 * 1024
+    write(tmp_path, "proc/meminfo", "MemTotal: 200000 kB\nMemFree: 100 kB\nMemAvailable: 100000 kB\n")
+    write(
+        tmp_path,
+        "proc/iomem",
+        "00000000-00000fff : Reserved\n00001000-00100fff : System RAM\n"
+        "00100000-0fffffff : System RAM\n  02000000-02ffffff : Kernel code\n",
+    )
+    kept = (1 << 20) + (255 << 20) - 200000 * 1024
+    assert used_memory_bytes(tmp_path) == (100000 * 1024, kept)
+    said = describe_memory(tmp_path)
+    assert said == "166 MB, 64 of them the kernel's own code and tables"
+    write(tmp_path, "proc/iomem", "")  # of a kernel that does not say
+    assert used_memory_bytes(tmp_path) == (100000 * 1024, 0)
 
 
 def test_the_node_starts_again_after_too_many_ends_in_a_window() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from duckllm.errors import ConfigError
-from duckllm.node_image import build
+from duckllm.node_image import build, programs
 from duckllm.node_image.build import BuildError, BuildOptions, epoch_from_environment, run
 from duckllm.node_image.packages import (
     choose_modules,
@@ -106,7 +109,8 @@ def test_archives_depend_on_content_alone(tmp_path: Path) -> None:
         check=True,
         text=True,
     ).stdout
-    assert "usr/lib/deep/__pycache__/two." in listed
+    assert "usr/lib/deep/two.pyc" in listed
+    assert ".py\n" not in listed  # no source, which would be in a node's memory
     assert all(line.split()[2:4] == ["0", "0"] for line in listed.splitlines())
     (root / "etc/three").write_text("other")
     settle(root, 1_000_000_000)
@@ -177,10 +181,53 @@ def test_a_program_that_fails_is_named_with_its_last_line() -> None:
         run([sys.executable, "-c", "import sys; print('first\\nsecond', file=sys.stderr); sys.exit(3)"])
 
 
+# Stands in for mmdebstrap: it starts another, which goes on writing as long as it is let.
+ENDLESS = """#!/bin/sh
+echo $$ > STARTED
+while :; do for last; do :; done; echo x >> "$last/written"; sleep 0.01; done
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]
+)
+def test_a_build_that_is_ended_leaves_nothing(tmp_path: Path, number: int, status: int) -> None:
+    started, temporary = tmp_path / "started", tmp_path / "tmp"
+    temporary.mkdir()
+    program = tmp_path / "bin/mmdebstrap"
+    program.parent.mkdir()
+    inner = tmp_path / "bin/inner"
+    inner.write_text(ENDLESS.replace("STARTED", str(started)))
+    program.write_text(f'#!/bin/sh\n{inner} "$@" &\nwait\n')
+    for path in (program, inner):
+        path.chmod(0o755)
+    code = (
+        "from duckllm.node_image import build, programs; programs.PROGRAMS = {};"
+        "build.suite_for = lambda version: 'bookworm';"
+        "import sys; sys.argv = ['duckllm', 'node-image', 'build', 'out'];"
+        "from duckllm.cli.main import main; main()"
+    )
+    environment = os.environ | {
+        "TMPDIR": str(temporary),
+        "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    builder = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment)
+    while not started.exists() or not started.read_text():
+        assert builder.poll() is None
+        time.sleep(0.02)
+    builder.send_signal(number)
+    assert builder.wait(30) == status
+    assert list(temporary.iterdir()) == []
+    state = "ended"
+    with contextlib.suppress(OSError):
+        state = Path(f"/proc/{int(started.read_text())}/stat").read_text().rpartition(")")[2].split()[0]
+    assert state in ("ended", "Z")
+
+
 def test_missing_programs_are_named_with_their_packages(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(build, "PROGRAMS", {"no-such-program": "its-package", "sh": "dash"})
+    monkeypatch.setattr(programs, "PROGRAMS", {"no-such-program": "its-package", "sh": "dash"})
     with pytest.raises(ConfigError, match=r"no no-such-program.*apt-get install its-package\)"):
         build.build(tmp_path / "out", BuildOptions(), lambda line: None)
     assert not (tmp_path / "out").exists()
@@ -189,7 +236,7 @@ def test_missing_programs_are_named_with_their_packages(
 def test_a_wrong_node_toml_is_found_before_anything_is_built(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(build, "PROGRAMS", {})
+    monkeypatch.setattr(programs, "PROGRAMS", {})
     monkeypatch.setattr(build, "suite_for", lambda version: "bookworm")
     config = tmp_path / "node.toml"
     config.write_text("port = 0\n")

@@ -19,7 +19,7 @@ init.IMAGE_FACTS = Path(sys.argv[1])
 init._LISTEN_TIMEOUT_S, init._PROBE_EVERY_S, init._LOOK_AFTER_S = 3.0, 0.1, 0.0
 init.Watchdog = lambda: watchdog.Watchdog(Path("/nowhere/watchdog"))
 init.answers = lambda port, has_token: ANSWERS
-for name in ("describe_processes", "describe_ports", "used_memory_bytes"):
+for name in ("describe_processes", "describe_ports", "describe_memory"):
     setattr(init, name, functools.partial(getattr(init, name), Path(sys.argv[1]).parent))
 node = init.Node(types.SimpleNamespace(say=lambda line: print(line, flush=True)))
 worker = subprocess.Popen(
@@ -43,6 +43,7 @@ def facts(tmp_path: Path) -> Path:
     proc = tmp_path / "proc"
     (proc / "net").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal: 99000 kB\nMemAvailable: 9000 kB\n")
+    (proc / "iomem").write_text("00000000-090dcbff : System RAM\n")
     (proc / "net/tcp").write_text("sl local rem st\n0: 00000000:1CF3 00000000:0000 0A\n")
     for number, words in ((1, b"python3\0-I\0/sbin/init\0"), (7, b"sh\0-c\0a=0\nnode: b\n")):
         (proc / f"{number}").mkdir()
@@ -86,7 +87,7 @@ def test_what_runs_and_listens_is_shown_once_the_worker_listens(facts: Path) -> 
     assert said[0] == "node: joined: the worker listens on port 7411 (avx2)"
     assert said[1].startswith("node: ready ")
     assert said[2:] == [
-        "node: memory used: 92 MB",
+        "node: memory used: 143 MB, 51 of them the kernel's own code and tables",
         "node: processes: 1 python3 -I /sbin/init (12 MB); 7 sh -c a=0 node: b (12 MB)",
         "node: open ports: tcp 0.0.0.0:7411",
         "reason: ended (exit status 0)",
@@ -113,13 +114,13 @@ def test_ctrl_alt_del_ends_the_watch(facts: Path) -> None:
 MEDIUM = """
 import sys, types
 from pathlib import Path
-from duckllm.node_image import init, watchdog
+from duckllm.node_image import init, settings, watchdog
 init.IMAGE_FACTS = Path(sys.argv[1])
 init._SETTINGS_AGAIN_S = 0.01
 init.Watchdog = lambda: watchdog.Watchdog(Path("/nowhere/watchdog"))
 node = init.Node(types.SimpleNamespace(say=lambda line: print(line, flush=True)))
 texts = ["hots = '10.0.0.1'", "host = '10.0.0.1'"]
-node._look_at_medium = lambda: init.read_file(texts.pop(0), "node.toml")
+init.look_at_medium = lambda say: settings.read_file(texts.pop(0), "node.toml")
 print(node._read_medium())
 """
 

@@ -17,13 +17,29 @@ _MOST_COMMAND_BYTES = 4096  # of a process's words, which are read
 _MOST_WORD_CHARACTERS = 32  # of each that is shown
 
 
-def used_memory_bytes(root: Path = Path("/")) -> int:
-    """Memory that nobody could have: all that the kernel manages, less what is available."""
+def used_memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
+    """Memory that nobody could have, bytes: of what the kernel manages, and what it kept before it counted.
+
+    The first is MemTotal less MemAvailable. The second is the memory that the firmware gave the kernel, less
+    MemTotal: the kernel's code and data, and a table with 64 bytes for every page of 4 KiB.
+    """
     values = {}
     for line in (root / "proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
         values[name] = int(value.split()[0]) * 1024
-    return values["MemTotal"] - values["MemAvailable"]
+    given = 0
+    for line in (root / "proc/iomem").read_text().splitlines():
+        place, _, name = line.partition(" : ")
+        if name == "System RAM":
+            first, _, last = place.partition("-")
+            given += int(last, 16) + 1 - int(first, 16)
+    return values["MemTotal"] - values["MemAvailable"], max(0, given - values["MemTotal"])
+
+
+def describe_memory(root: Path = Path("/")) -> str:
+    """Memory used by all but weights, and what of it the kernel kept for itself at the start."""
+    managed, kept = used_memory_bytes(root)
+    return f"{(managed + kept) / 1e6:.0f} MB, {kept / 1e6:.0f} of them the kernel's own code and tables"
 
 
 def describe_processes(root: Path = Path("/")) -> str:

@@ -21,26 +21,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from duckllm.errors import ConfigError, InWords
+from duckllm.errors import ConfigError
 from duckllm.node_image import network
 from duckllm.node_image.console import Console
-from duckllm.node_image.facts import describe_ports, describe_processes, used_memory_bytes
-from duckllm.node_image.settings import (
-    MEDIUM_LABEL,
-    NodeSettings,
-    merge,
-    read_command_line,
-    read_fetched,
-    read_file,
-)
+from duckllm.node_image.disks import CACHE, MS_NODEV, MS_NOSUID, look_at_medium, mount_cache
+from duckllm.node_image.facts import describe_memory, describe_ports, describe_processes
+from duckllm.node_image.settings import NodeSettings, merge, read_command_line, read_fetched
 from duckllm.node_image.tuning import make_room, tune
 from duckllm.node_image.watchdog import Restarts, Watchdog, answers
 
 IMAGE_FACTS = Path("/usr/lib/node/image.json")
 WORKER_USER = 1000
 _TOKEN_FILE = Path("/run/worker/token")
-_CACHE = Path("/var/cache/duckllm")
-_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOATIME = 1, 2, 4, 1024  # of sys/mount.h
 _RB_AUTOBOOT, _RB_DISABLE_CAD = 0x01234567, 0  # of sys/reboot.h
 _LISTEN_TIMEOUT_S = 180.0
 _PROBE_EVERY_S = 10.0
@@ -104,7 +96,7 @@ class Node:
         for line in tune():
             self._say(f"node: {line}")
         self._say(f"node: watchdog: {self._watchdog.name}")
-        self._serve(settings, self._mount_cache(settings))
+        self._serve(settings, mount_cache(settings.cache_label, WORKER_USER, self._say))
 
     def _stop(self, *_: object) -> None:
         self._stopping = True
@@ -135,30 +127,10 @@ class Node:
         """The settings of the medium; waits until they are right, as one of them may say who may connect."""
         while True:
             try:
-                return self._look_at_medium()
+                return look_at_medium(self._say)
             except (OSError, ConfigError) as error:
                 self._say(f"node: does not join: {error}; tries again in {_SETTINGS_AGAIN_S:g} s")
                 self._wait(_SETTINGS_AGAIN_S)
-
-    def _look_at_medium(self) -> dict[str, Any]:
-        device = _find_label(MEDIUM_LABEL)
-        if device is None:
-            return {}
-        target = Path("/run/medium")
-        target.mkdir(exist_ok=True)
-        try:
-            _mount(device, target, "vfat", _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
-        except OSError as error:
-            raise OSError(f"{device} cannot be mounted ({error.strerror})") from None
-        try:
-            path = target / "node.toml"
-            found = read_file(path.read_text(encoding="utf-8"), "node.toml") if path.exists() else {}
-            self._say(f"node: settings from {device}")
-            return found
-        except UnicodeDecodeError:
-            raise ConfigError("node.toml", InWords("bytes that are not UTF-8"), "text in UTF-8") from None
-        finally:
-            subprocess.run([network.BUSYBOX, "umount", str(target)], check=False)
 
     def _wait_for_lease(self) -> list[dict[str, Any]]:
         said = False
@@ -184,23 +156,6 @@ class Node:
         if not servers:
             self._say("node: nobody names a time server; the clock stays the machine's own")
 
-    def _mount_cache(self, settings: NodeSettings) -> bool:
-        device = _find_label(settings.cache_label)
-        if device is None:
-            self._say(
-                f"node: no disk is labelled {settings.cache_label}: the slice is kept in memory, and comes "
-                "from the host again after each start"
-            )
-            return False
-        try:
-            _mount(device, _CACHE, "ext4", _MS_NOSUID | _MS_NODEV | _MS_NOATIME)
-            os.chown(_CACHE, WORKER_USER, WORKER_USER)
-        except OSError as error:
-            self._say(f"node: {device} cannot keep weights ({error.strerror}); the slice is kept in memory")
-            return False
-        self._say(f"node: weights are kept on {device}")
-        return True
-
     def _serve(self, settings: NodeSettings, has_cache: bool) -> None:
         """Runs the worker, again where it ends, until the node shall be started again."""
         home = _TOKEN_FILE.parent
@@ -221,7 +176,7 @@ class Node:
             self._wait(0.5)
 
     def _start_worker(self, settings: NodeSettings, has_cache: bool) -> subprocess.Popen[bytes]:
-        home = _CACHE if has_cache else _TOKEN_FILE.parent
+        home = CACHE if has_cache else _TOKEN_FILE.parent
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # isolated cores too
         worker = subprocess.Popen(
             worker_command(settings, has_cache, self._image["announce"]),
@@ -234,7 +189,7 @@ class Node:
             cwd="/",
             env={
                 "HOME": str(_TOKEN_FILE.parent),
-                "DUCKLLM_CACHE_DIR": str(home),
+                "DUCKLLMCACHE_DIR": str(home),
                 "OPENBLAS_NUM_THREADS": "1",  # NumPy's products are no part of a step; saves its buffers
             },
         )
@@ -287,7 +242,7 @@ class Node:
 
     def _look(self) -> None:
         """What a look into this machine would show, as there is no other way to look."""
-        self._say(f"node: memory used: {used_memory_bytes() / 1e6:.0f} MB")
+        self._say(f"node: memory used: {describe_memory()}")
         self._say(f"node: processes: {describe_processes()}")
         self._say(f"node: open ports: {describe_ports()}")
 
@@ -357,7 +312,7 @@ def worker_command(settings: NodeSettings, has_cache: bool, can_announce: bool) 
         has_cache: Whether a disk keeps weights.
         can_announce: Whether the image has what announcing takes.
     """
-    command = [sys.executable, "-I", "-m", "duckllm.worker", "--json"]
+    command = [sys.executable, "-IOO", "-m", "duckllm.worker", "--json"]  # as compile_library made it
     command += ["--listen", f"0.0.0.0:{settings.port}", "--token-file", str(_TOKEN_FILE)]
     command += ["--threads", str(settings.threads)]
     if can_announce and settings.announce == "on":
@@ -366,28 +321,14 @@ def worker_command(settings: NodeSettings, has_cache: bool, can_announce: bool) 
         command += ["--allow", host]
     if not has_cache:
         return [*command, "--no-cache"]
-    command += ["--copy", "--cache-dir", str(_CACHE / "shards")]
+    command += ["--copy", "--cache-dir", str(CACHE / "shards")]
     return [*command, "--cache-bytes", settings.cache_bytes] if settings.cache_bytes else command
-
-
-def _find_label(label: str) -> str | None:
-    done = subprocess.run(
-        [network.BUSYBOX, "findfs", f"LABEL={label}"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or None
-
-
-def _mount(device: str, target: Path, kind: str, flags: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(device.encode(), str(target).encode(), kind.encode(), flags, None):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
 
 
 def _restart(say: Any) -> NoReturn:
     say("node: starts again")
     os.sync()
-    subprocess.run([network.BUSYBOX, "umount", str(_CACHE)], check=False, capture_output=True)
+    subprocess.run([network.BUSYBOX, "umount", str(CACHE)], check=False, capture_output=True)
     ctypes.CDLL(None).reboot(_RB_AUTOBOOT)
     while True:
         time.sleep(60)  # the machine's watchdog ends this
@@ -396,7 +337,7 @@ def _restart(say: Any) -> NoReturn:
 def main() -> NoReturn:
     """Runs the node; whatever happens ends in a new start of it."""
     for target, options in (("/run", "mode=0755,size=64m"), ("/tmp", "mode=1777,size=16m")):
-        ctypes.CDLL(None).mount(b"tmpfs", target.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, options.encode())
+        ctypes.CDLL(None).mount(b"tmpfs", target.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options.encode())
     console = Console()
     ctypes.CDLL(None).reboot(_RB_DISABLE_CAD)  # Ctrl-Alt-Del is told to this program
     try:

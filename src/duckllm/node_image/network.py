@@ -7,14 +7,12 @@ which keeps the lease and holds no port open meanwhile.
 from __future__ import annotations
 
 import functools
-import http.client
 import json
 import os
 import socket
 import struct
 import subprocess
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from duckllm.node_image.settings import NodeSettings
 
 BUSYBOX = "/bin/busybox"
 DHCP_EVENT = "/usr/lib/node/dhcp-event"
+FETCHED = LEASES / "fetched"
 _FETCH_TIMEOUT_S = 20
 _MAX_CONFIG_BYTES = 64 << 10
 _UNIX_EPOCH_IN_NTP_S = 2_208_988_800  # 1970 counted from 1900, RFC 5905
@@ -91,36 +90,33 @@ def leases() -> list[dict[str, Any]]:
 def fetch_config(address: str) -> str:
     """A file of settings from the boot server.
 
+    By busybox, as Python's HTTP client would stay in the memory of the node's first program.
+
     Raises:
         OSError: It cannot be fetched, is too large or not UTF-8.
+        subprocess.TimeoutExpired: It takes too long.
     """
+    command = [BUSYBOX, "wget", "-q", "-O", str(FETCHED), address]
     if address.startswith("tftp://"):
         parts = urlsplit(address)
-        command = [BUSYBOX, "tftp", "-g", "-l", "/run/node/fetched", "-r", parts.path.lstrip("/")]
+        command = [BUSYBOX, "tftp", "-g", "-l", str(FETCHED), "-r", parts.path.lstrip("/")]
+        command += [parts.hostname or "", str(parts.port or 69)]
+    try:
         done = subprocess.run(
-            [*command, parts.hostname or "", str(parts.port or 69)],
-            capture_output=True,
-            text=True,
-            timeout=_FETCH_TIMEOUT_S,
-            check=False,
+            command, capture_output=True, text=True, errors="replace", timeout=_FETCH_TIMEOUT_S, check=False
         )
         if done.returncode:
-            raise OSError(done.stderr.strip() or "tftp failed")
-        path = Path("/run/node/fetched")
-        content = path.read_bytes()
-        path.unlink()
-    else:
-        try:
-            with urllib.request.urlopen(address, timeout=_FETCH_TIMEOUT_S) as reply:
-                content = reply.read(_MAX_CONFIG_BYTES + 1)
-        except (http.client.HTTPException, ValueError) as error:  # no HTTP, or an address of none
-            raise OSError(f"{address}: no answer of an HTTP server ({type(error).__name__})") from None
+            raise OSError(f"{address}: {done.stderr.strip() or 'it cannot be fetched'}")
+        with FETCHED.open("rb") as file:
+            content = file.read(_MAX_CONFIG_BYTES + 1)
+    finally:
+        FETCHED.unlink(missing_ok=True)
     if len(content) > _MAX_CONFIG_BYTES:
-        raise OSError(f"more than {_MAX_CONFIG_BYTES} bytes")
+        raise OSError(f"{address}: more than {_MAX_CONFIG_BYTES} bytes")
     try:
         return str(content, "utf-8")
     except UnicodeDecodeError:
-        raise OSError("not UTF-8") from None
+        raise OSError(f"{address}: not UTF-8") from None
 
 
 def set_clock(server: str, timeout_s: float = 3.0) -> float:

@@ -45,10 +45,16 @@ SHELL_MODULES = "usbhid hid_generic"  # a keyboard, where there is a shell
 
 # Of Python's library; none of it is imported by a worker.
 UNUSED_LIBRARY = frozenset((
-    "antigravity.py", "cgi.py", "cgitb.py", "config-3.11-x86_64-linux-gnu", "config-3.13-x86_64-linux-gnu",
-    "curses", "dbm", "distutils", "doctest.py", "ensurepip", "idlelib", "lib2to3", "mailbox.py", "nntplib.py",
-    "pdb.py", "pydoc.py", "pydoc_data", "smtpd.py", "sqlite3", "telnetlib.py", "test", "this.py", "tkinter",
-    "turtle.py", "turtledemo", "venv", "wsgiref", "xmlrpc", "__pycache__",
+    "_aix_support.py", "_pydecimal.py", "_pyio.py", "_pyrepl", "aifc.py", "antigravity.py", "asynchat.py",
+    "asyncore.py", "cProfile.py", "cgi.py", "cgitb.py", "chunk.py", "config-3.11-x86_64-linux-gnu",
+    "config-3.13-x86_64-linux-gnu", "crypt.py", "curses", "dbm", "distutils", "doctest.py", "ensurepip",
+    "ftplib.py", "html", "idlelib", "imaplib.py", "imghdr.py", "lib2to3", "mailbox.py", "mailcap.py",
+    "modulefinder.py", "multiprocessing", "nntplib.py", "optparse.py", "pdb.py", "pickletools.py", "pipes.py",
+    "plistlib.py", "poplib.py", "profile.py", "pstats.py", "pyclbr.py", "pydoc.py", "pydoc_data", "sched.py",
+    "shelve.py", "sitecustomize.py", "smtpd.py", "smtplib.py", "sndhdr.py", "sqlite3", "sunau.py",
+    "telnetlib.py", "test", "this.py", "timeit.py", "tkinter", "trace.py", "turtle.py", "turtledemo",
+    "unittest", "venv", "wave.py", "webbrowser.py", "wsgiref", "xdrlib.py", "xml", "xmlrpc", "zipapp.py",
+    "zoneinfo", "__pycache__",
 ))  # fmt: skip
 UNUSED_COMPILED = (
     "_codecs_", "_crypt", "_ctypes_test", "_curses", "_dbm", "_gdbm", "_multibytecodec", "_sqlite3", "_ssl",

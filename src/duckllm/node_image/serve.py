@@ -17,7 +17,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import socket
 import struct
 import subprocess
@@ -28,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from duckllm.errors import ConfigError, DuckError, InWords
+from duckllm.node_image.programs import ended_in_order
 from duckllm.node_image.settings import NodeSettings
 
 # What a machine's firmware says that it is, and what starts iPXE there (RFC 4578).
@@ -238,7 +238,7 @@ def _kernel_options(path: Path) -> str:
 
 
 def run(options: ServeOptions, tell: Callable[[str], None]) -> None:
-    """Hands the image out until SIGINT or SIGTERM.
+    """Hands the image out until SIGINT, SIGTERM or SIGHUP.
 
     Raises:
         ConfigError: As :func:`prepare`, or dnsmasq is not installed.
@@ -250,7 +250,7 @@ def run(options: ServeOptions, tell: Callable[[str], None]) -> None:
         raise ConfigError(
             "dnsmasq", InWords("no such program"), "it installed", "apt-get install dnsmasq-base"
         )
-    with tempfile.TemporaryDirectory(prefix="duckllm-boot-") as name:
+    with ended_in_order(), tempfile.TemporaryDirectory(prefix="duckllm-boot-") as name:
         folder = Path(name)
         folder.chmod(0o755)  # dnsmasq reads as a user of its own
         prepared = prepare(options, folder)
@@ -263,17 +263,14 @@ def run(options: ServeOptions, tell: Callable[[str], None]) -> None:
                     "becomes a node, and whoever asks gets the token"
                 )
             child = subprocess.Popen(command)
-            previous = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
             stopped = False
             try:
                 status = child.wait()
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, SystemExit):
                 stopped = True
                 child.terminate()
                 status = child.wait()
-            finally:
-                signal.signal(signal.SIGTERM, previous)
-    if status not in (0, -signal.SIGTERM) and not stopped:
+    if status != 0 and not stopped:
         raise ServeError(f"dnsmasq ended with exit status {status}; what it said is above")
 
 

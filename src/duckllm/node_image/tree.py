@@ -43,8 +43,20 @@ _PARTS = [
     "worker", "cluster", "weights", "text", "node_image", "__init__.py", "__main__.py", "outputs.py",
     "sampling_params.py", "device.py", "config.py", "prefill.py", "errors.py", "py.typed",
 ]  # fmt: skip
-# Of NumPy: what only those need who test it or compile against it.
-_NUMPY_UNUSED = ("tests", "include", "f2py", "_pyinstaller", "doc", "distutils")
+# Of NumPy: what only those need who test it or compile against it, and transforms.
+_NUMPY_UNUSED = (
+    "tests",
+    "include",
+    "f2py",
+    "_pyinstaller",
+    "doc",
+    "distutils",
+    "testing",
+    "fft",
+    "polynomial",
+)
+_NUMPY_UNUSED_COMPILED = ("_simd.", "_multiarray_tests.", "_umath_tests.", "_rational_tests.",
+    "_struct_ufunc_tests.", "_operand_flag_tests.")  # fmt: skip
 
 
 def can_announce() -> bool:
@@ -189,18 +201,28 @@ def _copy_distribution(name: str, target: Path) -> None:
             continue
         if any(part in _NUMPY_UNUSED for part in parts[1:-1]) or item.suffix in (".a", ".h", ".pxd"):
             continue
+        if item.name.startswith(_NUMPY_UNUSED_COMPILED):
+            continue
         (target / item).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(item.locate(), target / item)
 
 
 def compile_library(root: Path) -> None:
-    """Compiles every Python file; nothing is compared at run time, as nothing can change there."""
-    command = [sys.executable, "-m", "compileall", "-q", "-f", "--invalidation-mode", "unchecked-hash"]
-    subprocess.run(
-        [*command, "-s", str(root), "-p", "/", str(root / "usr/lib")],
-        check=True,
-        env={"PYTHONHASHSEED": "0", "PATH": os.defpath},  # the order of sets would else reach the files
-    )
+    """Compiles every Python file and leaves its source out: all of it would be in the node's memory.
+
+    Other packages lose their docstrings and assertions, so that these are to be run by ``python -OO``, which
+    NumPy minds; this package keeps both. Nothing is compared at run time, as nothing can change there.
+    """
+    command = [sys.executable, "-m", "compileall", "-q", "-f", "-b", "--invalidation-mode", "unchecked-hash"]
+    for level, at in (("2", "usr/lib"), ("0", f"{_PACKAGES_IN_IMAGE}/duckllm")):
+        if (root / at).exists():
+            subprocess.run(
+                [*command, "-o", level, "-s", str(root), "-p", "/", str(root / at)],
+                check=True,
+                env={"PYTHONHASHSEED": "0", "PATH": os.defpath},  # the order of sets would else reach files
+            )
+    for source in (root / "usr/lib").rglob("*.py"):
+        source.unlink()
 
 
 def check_imports(root: Path) -> None:
@@ -215,7 +237,7 @@ def check_imports(root: Path) -> None:
     code = f"import sys; sys.path[:] = {path!r}; import duckllm.worker.__main__, duckllm.node_image.init"
     code += ", zeroconf" if can_announce() else ""
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-B", "-c", code], capture_output=True, text=True, check=False, env={}
+        [sys.executable, "-IOO", "-S", "-B", "-c", code], capture_output=True, text=True, check=False, env={}
     )
     if done.returncode:
         said = done.stderr.strip().splitlines()[-1:]

@@ -17,6 +17,7 @@ _KERNEL = {
     "proc/sys/vm/stat_interval": "30",
     "proc/sys/vm/compaction_proactiveness": "0",
     "proc/sys/vm/swappiness": "0",
+    "proc/sys/vm/lowmem_reserve_ratio": "0",  # the first 16 MiB are for cards of another century
     "proc/sys/kernel/nmi_watchdog": "0",
     "proc/sys/kernel/sysrq": "0",
     "proc/sys/kernel/panic": "10",
@@ -35,7 +36,11 @@ def tune(root: Path = Path("/")) -> list[str]:
     said = []
     missing = [name.rpartition("/")[2] for name, value in _KERNEL.items() if not write(root / name, value)]
     said.append("kernel settings" + (f", not here: {', '.join(missing)}" if missing else ""))
-    write(root / "proc/sys/vm/min_free_kbytes", str(_usual_reserve_kb(root)))
+    total_kb = int((root / "proc/meminfo").read_text().partition("MemTotal:")[2].split()[0])
+    # What a kernel keeps free by itself; where it gives huge pages, it would keep tens of MB more.
+    write(root / "proc/sys/vm/min_free_kbytes", str(math.isqrt(16 * total_kb)))
+    # As many huge pages as a plan's slice takes, from the moment that it comes; none are kept for another.
+    write(root / "proc/sys/vm/nr_overcommit_hugepages", str(total_kb // 2048))
     governors = sorted((root / "sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_governor"))
     set_there = sum(write(path, "performance") for path in governors)
     said.append(f"performance governor on {set_there} cores" if set_there else "no clock governor here")
@@ -74,12 +79,6 @@ def _idle_lightly(root: Path) -> str:
         if int(path.read_text()) > _MOST_WAKE_US:
             slow += write(path.parent / "disable", "1")
     return f"{slow} idle states off that take more than {_MOST_WAKE_US} us to leave"
-
-
-def _usual_reserve_kb(root: Path) -> int:
-    """What a kernel keeps free by itself; where it gives huge pages, it would keep tens of MB more."""
-    total_kb = int((root / "proc/meminfo").read_text().partition("MemTotal:")[2].split()[0])
-    return math.isqrt(16 * total_kb)
 
 
 def _keep_interrupts_on_core_0(root: Path) -> str:

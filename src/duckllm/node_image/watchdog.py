@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import secrets
 import socket
 import struct
 from pathlib import Path
@@ -64,7 +63,7 @@ def answers(port: int, has_token: bool, timeout_s: float = 5.0) -> bool:
 
     The question is a host's: the first frame of a connection, to which any byte is an answer.
     """
-    payload = _native.encode_auth_payload(has_token, secrets.token_bytes(_native.NONCE_BYTES))
+    payload = _native.encode_auth_payload(has_token, os.urandom(_native.NONCE_BYTES))
     question = _native.encode_frame_header(FrameType.AUTH_OPEN, len(payload)) + payload
     try:
         with socket.create_connection(("127.0.0.1", port), timeout_s) as connection:
