@@ -150,7 +150,8 @@ def test_in_memory_of_its_own(tmp_path: Path, flag: str) -> None:
         assert check_step(manifest, recoded, [worker]) == [(again, 0)]
     first, second, third = worker.log().splitlines()[::2]
     fetched = f", {3 * size:,} bytes fetched from the host now"
-    assert first.endswith(" of 4 MB of its own memory in huge pages" + fetched)
+    assert " of 4 MB of its own memory in huge pages" in first
+    assert first.endswith(fetched)
     assert "fetched" not in second
     assert (fetched in third) == (flag == "--no-cache")
     assert ("copied from the cache" in first) == (flag == "--copy")

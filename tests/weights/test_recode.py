@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,14 @@ from random_checkpoint import FINITE_CODES
 from duckllm import _native
 from duckllm.errors import WeightFormatError
 from duckllm.weights import e4m3, fp9, recode
-from duckllm.weights.recode import available_memory_bytes, copy_fits, huge_page_bytes, recode_units
+from duckllm.weights.recode import (
+    available_memory_bytes,
+    copy_fits,
+    huge_page_bytes,
+    may_reserve,
+    private_memory,
+    recode_units,
+)
 from duckllm.weights.units import ExpertWeights, pack_expert_units
 
 BOTH_WAYS = pytest.mark.parametrize(("stored", "wanted"), [("fp9", "fp8"), ("fp8", "fp9")])
@@ -107,6 +115,51 @@ def test_huge_pages_are_counted_as_the_kernel_tells(tmp_path: Path) -> None:
     assert huge_page_bytes([memory[:4096]], maps) == 4096
     assert huge_page_bytes([memory], tmp_path / "none") == 0
     assert 0 <= huge_page_bytes([memory]) <= memory.nbytes
+    maps.write_text(
+        f"{start:x}-{start + 8192:x} rw-p 0 00:0f 7 /anon_hugepage (deleted)\nPrivate_Hugetlb:  8 kB\n"
+        f"{start + 8192:x}-{start + 65536:x} rw-p 0 00:00 0\nAnonHugePages:  16 kB\nPrivate_Hugetlb: 0 kB\n"
+    )
+    assert huge_page_bytes([memory], maps) == 24 << 10
+    assert huge_page_bytes([memory], maps, reserved_only=True) == 8 << 10
+
+
+def test_huge_pages_are_reserved_where_the_system_lets_programs_have_them(tmp_path: Path) -> None:
+    assert not may_reserve(tmp_path)
+    setting = tmp_path / "proc/sys/vm/nr_overcommit_hugepages"
+    setting.parent.mkdir(parents=True)
+    for text, allowed in (("0\n", False), ("512\n", True), ("?", False)):
+        setting.write_text(text)
+        assert may_reserve(tmp_path) is allowed
+
+
+@pytest.mark.parametrize("has_pages", [True, False])
+def test_memory_is_reserved_in_whole_huge_pages_and_any_other_where_there_are_none(
+    has_pages: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    class System:
+        """Reserves what it is asked for, in small pages; or has none to reserve."""
+
+        MAP_PRIVATE, MAP_ANONYMOUS = mmap.MAP_PRIVATE, mmap.MAP_ANONYMOUS
+        MADV_HUGEPAGE = mmap.MADV_HUGEPAGE
+
+        def mmap(self, file: int, length: int, flags: int) -> mmap.mmap:
+            asked.append((length, bool(flags & 0x40000)))
+            if flags & 0x40000 and not has_pages:
+                raise OSError(12, "Cannot allocate memory")
+            return mmap.mmap(file, length, flags=flags & 0x3FFFF)
+
+    monkeypatch.setattr(recode, "mmap", System())
+    monkeypatch.setattr(recode, "may_reserve", lambda: True)
+    memory = private_memory((3, 1 << 20), reserve=True)
+    assert memory.shape == (3, 1 << 20)
+    assert not memory.any()
+    memory[:] = 7
+    assert asked == [(4 << 20, True)] + ([] if has_pages else [((3 << 20) + (2 << 20), False)])
+    asked.clear()
+    private_memory((3, 1 << 20))
+    assert asked == [((3 << 20) + (2 << 20), False)]  # files can be mapped over it
 
 
 def test_shapes_that_do_not_fit_are_errors() -> None:

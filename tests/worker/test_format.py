@@ -13,6 +13,7 @@ from duckllm.errors import ConfigError, ProtocolError
 from duckllm.weights import formats
 from duckllm.worker.__main__ import main
 from duckllm.worker.config import WorkerConfig
+from duckllm.worker.session import WeightMemory
 from worker_harness import (
     connect,
     expected_sum,
@@ -102,6 +103,16 @@ def test_another_format_is_another_preparation(tmp_path: Path) -> None:
             assert info.weight_bytes == num_units * formats.unit_bytes(plan.hidden_size, used)
             assert info.own_memory_bytes == (info.weight_bytes if used == "fp8" else 0)  # a copy
             assert 0 <= info.huge_page_bytes <= info.own_memory_bytes
+
+
+def test_what_is_said_of_memory_names_reserved_pages_where_the_system_has_such() -> None:
+    assert str(WeightMemory("", 9_000_000, 8_000_000)) == "8 of 9 MB of its own memory in huge pages"
+    whole = WeightMemory("mapped from /m", 9_000_000, 9_000_000, 9_000_000)
+    assert str(whole) == "mapped from /m, 9 of 9 MB of its own memory in huge pages, 9 MB of them reserved"
+    part = str(WeightMemory("", 9_000_000, 8_000_000, 2_000_000))
+    assert part.endswith(
+        "8 of 9 MB of its own memory in huge pages, 2 MB of them reserved: no more lay together"
+    )
 
 
 @pytest.mark.parametrize("value", ["fp7", "", "FP8"])

@@ -22,6 +22,7 @@ from duckllm.weights.e4m3 import U8
 from duckllm.weights.formats import unit_bytes
 
 _HUGE_PAGE_BYTES = 2 << 20
+_MAP_HUGETLB = 0x40000 | 21 << 26  # of linux/mman.h: pages of 2**21 bytes
 # What a copy leaves free of the memory that is available.
 _FREE_SHARE = 0.1
 
@@ -71,7 +72,7 @@ def recode_units(
     Reference: unpacking and packing by :mod:`duckllm.weights.units`, byte for byte.
     """
     shape = (*units.shape[:2], unit_bytes(hidden_size, wanted, scale_layout))
-    out = private_memory(shape)
+    out = private_memory(shape, reserve=True)
     experts = units.shape[0]
     bounds = [experts * index // num_threads for index in range(num_threads + 1)]
     with ThreadPoolExecutor(num_threads, thread_name_prefix="recode") as pool:
@@ -95,13 +96,32 @@ def recode_units(
     return out
 
 
-def private_memory(shape: tuple[int, ...]) -> U8:
+def may_reserve(root: Path = Path("/")) -> bool:
+    """Whether the system lets programs reserve huge pages as they need them (vm.nr_overcommit_hugepages)."""
+    try:
+        return int((root / "proc/sys/vm/nr_overcommit_hugepages").read_text()) > 0
+    except (OSError, ValueError):
+        return False
+
+
+def private_memory(shape: tuple[int, ...], *, reserve: bool = False) -> U8:
     """Zeroed memory that begins on a huge page's boundary; freed with the last view of it.
+
+    Args:
+        shape: In bytes.
+        reserve: Have huge pages for all of it now, if the system lets programs have them and has as many
+            together; else, as without it, the kernel finds some as the memory is written. No file can be
+            mapped over pages that were reserved.
 
     Raises:
         WeightFormatError: There is no such memory.
     """
     num_bytes = math.prod(shape)
+    if reserve and num_bytes and may_reserve():
+        length = -(-num_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_HUGETLB
+        with contextlib.suppress(OSError):
+            return np.frombuffer(mmap.mmap(-1, length, flags=flags), np.uint8)[:num_bytes].reshape(shape)
     length = num_bytes + _HUGE_PAGE_BYTES
     try:
         mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -116,17 +136,25 @@ def private_memory(shape: tuple[int, ...]) -> U8:
     return whole[start : start + num_bytes].reshape(shape)
 
 
-def huge_page_bytes(arrays: Iterable[U8], maps: Path = Path("/proc/self/smaps")) -> int:
+def huge_page_bytes(
+    arrays: Iterable[U8], maps: Path = Path("/proc/self/smaps"), *, reserved_only: bool = False
+) -> int:
     """Bytes of arrays in private memory that the kernel has put into huge pages, as it says itself.
 
     Where it says nothing that is 0. What other memory beside them has counts as theirs.
+
+    Args:
+        arrays: Written before.
+        maps: Where the kernel says it.
+        reserved_only: Count those pages alone that were reserved.
     """
+    kinds = ("Private_Hugetlb:",) if reserved_only else ("Private_Hugetlb:", "AnonHugePages:")
     ranges = [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in arrays]
     found, is_ours = 0, False
     with contextlib.suppress(OSError, ValueError), maps.open() as lines:
         for line in lines:
             first, _, rest = line.partition(" ")
-            if first == "AnonHugePages:":
+            if first in kinds:
                 found += int(rest.split()[0]) * 1024 if is_ours else 0
             elif not first.endswith(":"):
                 start, end = (int(number, 16) for number in first.split("-"))

@@ -25,7 +25,7 @@ from duckllm.errors import DuckError, ProtocolError, WorkerUnavailableError
 from duckllm.prefill import check_prefill, select_isa
 from duckllm.weights.choice import ExpertSlice, FormatChoice, load_layers
 from duckllm.weights.e4m3 import U8
-from duckllm.weights.recode import huge_page_bytes
+from duckllm.weights.recode import huge_page_bytes, may_reserve
 from duckllm.worker.config import WorkerConfig
 from duckllm.worker.node import hello_facts
 from duckllm.worker.scratch import check_scratch
@@ -256,17 +256,24 @@ class Sessions:
 
 @dataclass(frozen=True)
 class WeightMemory:
-    """Where the units lie that steps read: mapped from ``origin``, the rest in the worker's own memory."""
+    """Where the units lie that steps read: mapped from ``origin``, the rest in the worker's own memory.
+
+    ``reserved_bytes`` of ``huge_page_bytes`` are reserved pages; None where the system lets nobody reserve.
+    """
 
     origin: str
     own_bytes: int
     huge_page_bytes: int
+    reserved_bytes: int | None = None
 
     def __str__(self) -> str:
         places = [self.origin] if self.origin else []
         if self.own_bytes:
             huge, own = self.huge_page_bytes / 1e6, self.own_bytes / 1e6
             places.append(f"{huge:,.0f} of {own:,.0f} MB of its own memory in huge pages")
+            if self.reserved_bytes is not None:
+                missing = "" if self.reserved_bytes == self.own_bytes else ": no more lay together"
+                places.append(f"{self.reserved_bytes / 1e6:,.0f} MB of them reserved{missing}")
         return ", ".join(places)
 
 
@@ -301,6 +308,7 @@ def _weight_memory(mapped: MappedSlice, used: Mapping[int, U8]) -> WeightMemory:
         f"{how} from {origin}" if origin else "",
         sum(units.nbytes for units in own),
         huge_page_bytes(own) if own else 0,
+        huge_page_bytes(own, reserved_only=True) if own and may_reserve() else None,
     )
 
 

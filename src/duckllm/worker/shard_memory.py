@@ -20,12 +20,13 @@ _MAP_FIXED, _MAP_FAILED = 0x10, ctypes.c_void_p(-1).value
 class ShardMemory:
     """Room for the shards of a layer's slice, each on a page boundary.
 
-    Until a shard is mapped or written its memory is zero, and none is taken.
+    Until a shard is mapped or written its memory is zero, and none is taken but for pages that are reserved.
 
     Args:
         num_experts: E.
         num_stripes: S, shards.
         unit_bytes: Bytes of a unit.
+        in_memory: Every shard is written and none mapped, so that huge pages may be reserved for all.
 
     Attributes:
         units: All of it as experts take it, read-only.
@@ -36,10 +37,13 @@ class ShardMemory:
         WeightFormatError: There is no memory.
     """
 
-    def __init__(self, num_experts: int, num_stripes: int, unit_bytes: int) -> None:
+    def __init__(
+        self, num_experts: int, num_stripes: int, unit_bytes: int, *, in_memory: bool = False
+    ) -> None:
         self._shard_bytes = num_experts * unit_bytes
         slot_bytes = -(-self._shard_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._shards = private_memory((num_stripes, slot_bytes))[:, : self._shard_bytes]
+        whole = private_memory((num_stripes, slot_bytes), reserve=in_memory)
+        self._shards = whole[:, : self._shard_bytes]
         units = self._shards.reshape(num_stripes, num_experts, unit_bytes).transpose(1, 0, 2)
         units.flags.writeable = False
         self.units: U8 = units

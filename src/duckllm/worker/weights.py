@@ -132,7 +132,12 @@ class WorkerWeights:
             self._reserve(plan, lacking)
             mapped.cache_folder = self._open_cache().folder if self._config.cache else None
         for layer in lacking:
-            memory = ShardMemory(plan.num_experts, plan.num_stripes, plan.unit_bytes_of(layer))
+            memory = ShardMemory(
+                plan.num_experts,
+                plan.num_stripes,
+                plan.unit_bytes_of(layer),
+                in_memory=not self._config.cache,
+            )
             mapped.shards[layer.layer], mapped.units[layer.layer] = memory, memory.units
         return mapped
 
