@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 import logging
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 from duckllm.cluster import discovery as discovery_module
 from duckllm.cluster.address import Address
 from duckllm.cluster.connect import WorkerInfo
-from duckllm.cluster.discovery import GONE, NEW, REFUSED, WAITING, Discovery
+from duckllm.cluster.discovery import BUSY, GONE, NEW, REFUSED, WAITING, Discovery
 from duckllm.cluster.discovery_announcement import Announcement
 from duckllm.cluster.discovery_cluster import DiscoveredCluster, nodes_needed
 from duckllm.config import ClusterConfig
@@ -50,6 +52,7 @@ class Nodes:
     def __init__(self) -> None:
         self.problems: dict[Address, Exception] = {}
         self.asked: list[Address] = []
+        self.busy: set[Address] = set()
         self.guard = threading.Lock()
 
     def __call__(self, address: Address) -> WorkerInfo:
@@ -58,7 +61,7 @@ class Nodes:
             problem = self.problems.get(address)
         if problem is not None:
             raise problem
-        return info(address)
+        return dataclasses.replace(info(address), is_busy=address in self.busy)
 
 
 class Silence:
@@ -322,6 +325,53 @@ def test_how_many_compute(nodes: Nodes) -> None:
     assert chosen(nodes, 3, workers=0, spares=1) == (["2", "3"], ["n4"])
     assert chosen(nodes, 3, workers=1) == (["2"], ["n3", "n4"])
     assert chosen(nodes, 3, workers=2, spares=1) == (["2", "3"], ["n4"])
+
+
+def test_a_busy_node_is_passed_over_until_it_is_free(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
+    nodes.busy = {at(2), at(4)}
+    assert chosen(nodes, 3, workers=1) == (["3"], [])
+    assert "node n2 (10.0.0.2:7411) is passed over: it serves another host" in caplog.text
+    with searching(nodes) as found:
+        for number in (2, 3):
+            found.take(str(number), node(f"n{number}", number))
+        until(lambda: states(found) == {"n2": BUSY, "n3": WAITING})
+        expected = (
+            r"found n3 \(.*\) within .* s, expected 2 nodes; n2 \(10\.0\.0\.2:7411\): it serves another host"
+        )
+        with pytest.raises(WorkerUnavailableError, match=expected):
+            found.wait(2, 0.05)
+        # For those who only look, free ones come first.
+        assert [each.name for each in found.wait(2, 20, 0.01, with_busy=True)] == ["n3", "n2"]
+        nodes.busy.clear()
+        assert [each.name for each in found.wait(2, 20, 0.01)] == ["n2", "n3"]
+
+
+def test_a_node_that_another_host_has_taken_since_is_left_to_it(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ClusterConfig(cluster="discover", cluster_token="swan", discover_wait_s=20, workers=2)
+    with searching(nodes) as found:
+        for number in (2, 3, 4):
+            found.take(str(number), node(f"n{number}", number))
+        wait = found.wait
+        monkeypatch.setattr(found, "wait", lambda count, limit_s: wait(count, limit_s, 0.02))
+        cluster = DiscoveredCluster(config, found)
+        assert cluster.addresses == (at(2), at(3))
+        nodes.busy = {at(2)}
+        closed: list[Address] = []
+
+        def greet(address: Address, *_: object) -> object:
+            said = types.SimpleNamespace(info=nodes(address), close=lambda: closed.append(address))
+            return said
+
+        monkeypatch.setattr(cluster, "_greet", greet)
+        infos = cluster.greet()
+        assert [each.address for each in infos] == [str(at(3)), str(at(4))]
+        assert cluster.addresses == (at(3), at(4))
+        assert closed == [at(2), at(3)]  # of the first attempt
+        [other] = cluster.other_nodes
+        assert (other.name, other.state, other.problem) == ("n2", "busy", "it serves another host")
+        cluster.close()
 
 
 def test_how_many_are_waited_for() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,24 @@ def test_a_worker_says_its_speed_its_memory_and_the_time(tmp_path: Path) -> None
     assert 0 < (info.available_bytes or 0) <= psutil.virtual_memory().total
     assert abs(info.clock_offset_s or 1.0) <= info.clock_error_s + 0.01
     assert not (tmp_path / "cache").exists()  # told, not measured
+
+
+def test_a_worker_says_whether_it_serves_another_host(model: Manifest, tmp_path: Path) -> None:
+    def said(session: str) -> bool:
+        asked = Connection(worker.address, None, 10.0, session)
+        asked.close()
+        return asked.info.is_busy
+
+    with running_worker(tmp_path) as worker:
+        assert not said("")
+        first = Connection(worker.address, None, 10.0, "a session")
+        first.send_plan(plan_for(model)[0])
+        first.wait_ready(20.0)
+        assert [said(""), said("another"), said("a session")] == [True, True, False]
+        first.close()
+        until = time.monotonic() + 20
+        while said("another"):
+            assert time.monotonic() < until
 
 
 def test_a_worker_that_is_told_nothing_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,11 +43,11 @@ class OtherNode:
     Args:
         name: What it goes by; empty where nobody asked.
         address: Where it is; empty of one that is not believed.
-        state: ``"waiting"`` to take a lost one's place, ``"new"`` and about to be asked, ``"gone"`` or
-            ``"refused"``.
+        state: ``"waiting"`` to take a lost one's place, ``"new"`` and about to be asked, ``"busy"`` with
+            another host, ``"gone"`` or ``"refused"``.
         memory_bytes: Its memory; 0 where that is unknown.
         read_gb_per_s: What it reads from memory; None where that is unknown.
-        problem: Why it is gone or refused.
+        problem: Why it is busy, gone or refused.
     """
 
     name: str

@@ -51,6 +51,7 @@ class WorkerInfo:
         clock_error_s: By how much that may be wrong, half of the round trip.
         name: What its node goes by; empty where it does not say.
         keeps_weights: Whether weights that a host sends stay on its disk; what does not say so, keeps them.
+        is_busy: Whether it serves another host; what does not say so, may.
         first_stripe: First stripe of its slice.
         num_stripes: Stripes of its slice; 0 before it is prepared.
         weight_format: Format that it computes in; empty before it is prepared.
@@ -71,6 +72,7 @@ class WorkerInfo:
     clock_error_s: float = 0.0
     name: str = ""
     keeps_weights: bool = True
+    is_busy: bool = False
     first_stripe: int = 0
     num_stripes: int = 0
     weight_format: str = ""
@@ -251,6 +253,7 @@ class Connection:
             clock_error_s=error_s,
             name="" if answer.get("node_name") is None else _text(answer, "node_name", peer),
             keeps_weights=answer.get("keeps_weights") is not False,
+            is_busy=answer.get("is_busy") is True,
         )
 
     def _guarded(self, action: Callable[[float], T], timeout_s: float) -> T:

@@ -16,31 +16,25 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from typing import Self
 
 from duckllm.cluster.address import Address
 from duckllm.cluster.connect import Connection, WorkerInfo
-from duckllm.cluster.discovery_announcement import Announcement, node_name, reachable
-from duckllm.cluster.discovery_mdns import Announcer, Listener, own_networks
+from duckllm.cluster.discovery_announcement import Announcement, reachable
+from duckllm.cluster.discovery_mdns import Closable, Mdns, own_networks
 from duckllm.config import MAX_WORKERS, count_of
 from duckllm.errors import ClusterError, ConfigError, WorkerUnavailableError
 
-NEW, WAITING, GONE, REFUSED = "new", "waiting", "gone", "refused"
+NEW, WAITING, BUSY, GONE, REFUSED = "new", "waiting", "busy", "gone", "refused"
 SETTLE_S = 2.0  # no news for so long: whoever runs has answered, as questions go out at once, after 1 and 3 s
 _ASK_TIMEOUT_S = 3.0
-_ASK_AGAIN_S = 30.0  # a node that waits, or is gone
+_ASK_AGAIN_S = 30.0  # a node that waits, is busy or is gone
 _SOON_S = 1.0  # one that has just announced itself and does not answer yet
 _NUM_ASKED_SOON = 5
 _ASKED_TOGETHER = 16
 _MOST_REFUSALS = 64  # that are kept to be shown
+_BUSY_PROBLEM = "it serves another host"
 _log = logging.getLogger("duckllm")
-
-
-class Closable(Protocol):
-    """What is closed at the end."""
-
-    def close(self) -> None:
-        """Ends it."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +44,12 @@ class FoundNode:
     Args:
         name: Of the machine; of one that is not believed, what it calls itself.
         address: Where it is; None of one that is not believed.
-        state: NEW (not asked yet), WAITING (ready to be taken in), GONE (does not answer), REFUSED.
+        state: NEW (not asked yet), WAITING (ready to be taken in), BUSY (serves another host), GONE (does not
+            answer), REFUSED.
         info: What it said when it was asked; None before.
         memory_bytes: Memory of its node, as it says; 0 where it says nothing.
         read_gb_per_s: What it reads from memory; None where it does not say.
-        problem: Why it is gone or refused.
+        problem: Why it is busy, gone or refused.
     """
 
     name: str
@@ -119,7 +114,7 @@ class Discovery:
         # Those that compute are not asked: their connections say more.
         self.in_use: Callable[[], Iterable[Address]] = tuple
         try:
-            self._source = (start or _Mdns(token, interface))(self.take, self.refuse, self.forget)
+            self._source = (start or Mdns(token, interface))(self.take, self.refuse, self.forget)
         except OSError as error:
             reason = error.strerror or str(error)
             raise WorkerUnavailableError(f"cluster discover: cannot listen for nodes: {reason}") from error
@@ -204,13 +199,28 @@ class Discovery:
                 entry.ask_at_s = time.monotonic() + _SOON_S
                 self._changed.notify_all()
 
-    def wait(self, count: int, limit_s: float, settle_s: float = SETTLE_S) -> list[FoundNode]:
+    def busy(self, addresses: Iterable[Address]) -> None:
+        """Has nodes that were found to serve another host asked before they are taken in again."""
+        with self._changed:
+            for address in addresses:
+                entry = self._entries.get(address)
+                if entry is not None and entry.node.state == WAITING:
+                    entry.node = replace(entry.node, state=BUSY, problem=_BUSY_PROBLEM)
+                    entry.num_asked = 0
+                    entry.ask_at_s = time.monotonic() + _SOON_S
+                    _say(entry.node, WAITING)
+            self._changed.notify_all()
+
+    def wait(
+        self, count: int, limit_s: float, settle_s: float = SETTLE_S, *, with_busy: bool = False
+    ) -> list[FoundNode]:
         """The nodes that can be taken in, once there are ``count`` and no more have come for a while.
 
         Args:
             count: At least so many.
             limit_s: Longest wait, seconds; with enough nodes by then it is no error.
             settle_s: How long there is to be no news, seconds.
+            with_busy: Have those that serve another host count too, behind all others.
 
         Raises:
             WorkerUnavailableError: Fewer have come in time; the message names them, and who was refused.
@@ -223,11 +233,14 @@ class Discovery:
                 states = [entry.node.state for entry in self._entries.values()]
                 quiet_at_s = max(self._news_s, started) + settle_s
                 is_settled = now >= quiet_at_s and NEW not in states
-                if (is_settled and states.count(WAITING) >= count) or now >= deadline:
+                num_there = states.count(WAITING) + (states.count(BUSY) if with_busy else 0)
+                if (is_settled and num_there >= count) or now >= deadline:
                     break
                 wake_s = deadline if now >= quiet_at_s else min(deadline, quiet_at_s)
                 self._changed.wait(wake_s - now)
         found = self.waiting()
+        if with_busy:
+            found += [node for node in self.nodes() if node.state == BUSY]
         if len(found) >= count:
             return found
         raise WorkerUnavailableError(self._too_few(count, limit_s, found))
@@ -251,7 +264,7 @@ class Discovery:
     def _too_few(self, count: int, limit_s: float, found: Sequence[FoundNode]) -> str:
         said = ", ".join(node.title for node in found) or "none"
         lines = [f"cluster discover: found {said} within {limit_s:g} s, expected {count_of(count, 'node')}"]
-        problems = [node for node in self.nodes() if node.state == GONE] + self.refused()
+        problems = [node for node in self.nodes() if node.state in (BUSY, GONE)] + self.refused()
         lines += [f"{node.title}: {node.problem}" for node in problems[:8]]
         if not found and not problems:
             lines.append("on each node: duckllm worker --announce --token-file FILE")
@@ -293,6 +306,8 @@ class Discovery:
         state, problem = WAITING, ""
         try:
             info = self._ask(address)
+            if info.is_busy:
+                state, problem = BUSY, _BUSY_PROBLEM
         except WorkerUnavailableError as error:
             state, problem = GONE, str(error)
         except ClusterError as error:
@@ -305,16 +320,16 @@ class Discovery:
                 return
             now, before = time.monotonic(), entry.node
             entry.num_asked += 1
-            is_soon = state == GONE and entry.num_asked < _NUM_ASKED_SOON
+            is_soon = state in (BUSY, GONE) and entry.num_asked < _NUM_ASKED_SOON
             entry.ask_at_s = now + (_SOON_S * entry.num_asked if is_soon else _ASK_AGAIN_S)
-            if is_soon and before.state == NEW:
+            if is_soon and state == GONE and before.state == NEW:
                 state = NEW  # it may still be starting
             if state != before.state:
                 entry.changed_s = now
                 if state == WAITING:
                     self._news_s = now
             if info is not None:
-                entry.num_asked = 0
+                entry.num_asked = entry.num_asked if state == BUSY else 0
                 memory_bytes, speed = info.memory_bytes, info.read_gb_per_s
             else:
                 info, memory_bytes, speed = before.info, before.memory_bytes, before.read_gb_per_s
@@ -335,38 +350,14 @@ class Discovery:
             return connection.info
 
 
-class _Mdns:
-    """Multicast DNS as a :class:`Discovery` starts it: nodes are heard, and this host is announced to them.
-
-    They cannot know otherwise why nobody takes them in: a node that hears a host with another token says so.
-    """
-
-    def __init__(self, token: str, interface: str | None) -> None:
-        self._token, self._interface = token, interface
-        self._open: list[Closable] = []
-
-    def __call__(self, take: Any, refuse: Any, forget: Any) -> Self:
-        interfaces = None if self._interface is None else [self._interface]
-        self._open.append(Listener("node", self._token, interfaces, take, refuse, forget))
-
-        def find() -> tuple[list[str], tuple[Address, ...]]:
-            return interfaces or [str(each.ip) for each in own_networks()], ()
-
-        host = Announcement("host", node_name(), time_us=time.time_ns() // 1000)
-        self._open.append(Announcer(host, self._token, find, lambda line: _log.info("this host %s", line)))
-        return self
-
-    def close(self) -> None:
-        while self._open:
-            self._open.pop().close()
-
-
 def _say(node: FoundNode, before: str) -> None:
     """Tells the log of a node whose state has changed."""
     if node.state == WAITING:
         words = "is there" if before == NEW else "is back"
         speed = "" if node.read_gb_per_s is None else f", {node.read_gb_per_s:.1f} GB/s"
         _log.info("node %s %s: %.1f GiB%s", node.title, words, node.memory_bytes / (1 << 30), speed)
+    elif node.state == BUSY:
+        _log.warning("node %s is passed over: %s", node.title, node.problem)
     elif node.state == REFUSED:
         _log.warning("node %s is not taken in: %s", node.title, node.problem)
     elif before == WAITING:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from duckllm.cluster.address import Address
 from duckllm.cluster.base import Cluster, OtherNode
-from duckllm.cluster.connect import Connection
-from duckllm.cluster.discovery import GONE, REFUSED, Discovery, FoundNode
+from duckllm.cluster.connect import Connection, WorkerInfo
+from duckllm.cluster.discovery import BUSY, GONE, REFUSED, Discovery, FoundNode
 from duckllm.cluster.discovery_mdns import check_interface, check_zeroconf
 from duckllm.config import ClusterConfig
 from duckllm.errors import ConfigError
@@ -64,19 +65,32 @@ class DiscoveredCluster(Cluster):
             discovery = Discovery(search.token, search.interface)
         self._discovery = discovery
         try:
-            found = discovery.wait(nodes_needed(config), config.discover_wait_s)
+            addresses = _choose(discovery, config)
         except BaseException:
             discovery.close()
             raise
-        chosen = found[: config.workers or len(found) - config.spares]
-        super().__init__(
-            config, [node.address for node in chosen if node.address is not None], config.cluster_token
-        )
+        super().__init__(config, addresses, config.cluster_token)
         discovery.in_use = lambda: self.addresses
+
+    def greet(self) -> tuple[WorkerInfo, ...]:
+        """As of any cluster; those that another host has taken since they were found are left to it.
+
+        Raises:
+            ClusterError: A worker is not available, or too few are free within ``config.discover_wait_s``.
+        """
+        while True:
+            infos = super().greet()
+            taken = [self.addresses[worker] for worker, info in enumerate(infos) if info.is_busy]
+            if not taken:
+                return infos
+            self._hang_up()
+            self.addresses = ()  # all others are free for this host again
+            self._discovery.busy(taken)
+            self.addresses = _choose(self._discovery, self.config)
 
     @property
     def other_nodes(self) -> tuple[OtherNode, ...]:
-        """Nodes that wait, are gone or were refused."""
+        """Nodes that wait, are busy, are gone or were refused."""
         used = set(self.addresses)
         known = [node for node in self._discovery.nodes() if node.address not in used]
         refused = [node for node in self._discovery.refused() if node.address is None]
@@ -87,7 +101,7 @@ class DiscoveredCluster(Cluster):
                 node.state,
                 node.memory_bytes,
                 node.read_gb_per_s,
-                node.problem if node.state in (GONE, REFUSED) else "",
+                node.problem if node.state in (BUSY, GONE, REFUSED) else "",
             )
             for node in [*known, *refused]
         )
@@ -108,18 +122,29 @@ class DiscoveredCluster(Cluster):
         super().close()
 
 
+def _choose(discovery: Discovery, config: ClusterConfig) -> tuple[Address, ...]:
+    """The addresses of those that compute.
+
+    Raises:
+        WorkerUnavailableError: Too few are free in time.
+    """
+    found = discovery.wait(nodes_needed(config), config.discover_wait_s)
+    chosen = found[: config.workers or len(found) - config.spares]
+    return tuple(node.address for node in chosen if node.address is not None)
+
+
 def nodes_needed(config: ClusterConfig) -> int:
     """How many nodes there are to be before any is given a slice."""
     return max(config.workers, config.min_workers) + config.spares
 
 
 def look_around(config: ClusterConfig) -> tuple[list[FoundNode], list[FoundNode]]:
-    """The nodes that can be taken in now, and those that are not and why; all are left as they were.
+    """The nodes that are there, free ones first, and those that are not and why; all are left as they were.
 
     Raises: as of :class:`DiscoveredCluster`.
     """
     search = find_search(config)
     with Discovery(search.token, search.interface) as discovery:
-        found = discovery.wait(nodes_needed(config), config.discover_wait_s)
+        found = discovery.wait(nodes_needed(config), config.discover_wait_s, with_busy=True)
         gone = [node for node in discovery.nodes() if node.state == GONE]
         return found, gone + discovery.refused()

@@ -13,8 +13,9 @@ import importlib.util
 import ipaddress
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from duckllm.cluster.address import Address
 from duckllm.cluster.discovery_announcement import (
@@ -36,6 +37,14 @@ _LOOK_AGAIN_S = 5.0  # at this machine's networks, which may come, go and change
 _REQUEST_MS = 2000
 _MOST_REQUESTS = 64  # for records that did not come together; of more, the next news are waited for
 _MOST_REFUSALS = 64  # that are told apart, so that a flood of them is no flood of lines
+_log = logging.getLogger("duckllm")
+
+
+class Closable(Protocol):
+    """What is closed at the end."""
+
+    def close(self) -> None:
+        """Ends it."""
 
 
 def check_zeroconf(field: str) -> None:
@@ -263,6 +272,34 @@ def service_info(announcement: Announcement, interfaces: Sequence[str], token: s
         server=f"{signed.label}.local.",
         parsed_addresses=list(interfaces),
     )
+
+
+class Mdns:
+    """Multicast DNS as a search starts it: nodes are heard, and this host is announced to them.
+
+    They cannot know otherwise why nobody takes them in: a node that hears a host with another token says so.
+    """
+
+    def __init__(self, token: str, interface: str | None) -> None:
+        self._token, self._interface = token, interface
+        self._open: list[Closable] = []
+
+    def __call__(self, take: Any, refuse: Any, forget: Any) -> Self:
+        """Begins, with a listener's three callbacks."""
+        interfaces = None if self._interface is None else [self._interface]
+        self._open.append(Listener("node", self._token, interfaces, take, refuse, forget))
+
+        def find() -> tuple[list[str], tuple[Address, ...]]:
+            return interfaces or [str(each.ip) for each in own_networks()], ()
+
+        host = Announcement("host", node_name(), time_us=time.time_ns() // 1000)
+        self._open.append(Announcer(host, self._token, find, lambda line: _log.info("this host %s", line)))
+        return self
+
+    def close(self) -> None:
+        """Hears and says nothing more."""
+        while self._open:
+            self._open.pop().close()
 
 
 class NodeAnnouncement:

@@ -69,10 +69,10 @@ class OtherNodeStatus(BaseModel):
 
     name: str
     address: str
-    state: Annotated[str, Field(description="waiting for a lost one's place, new, gone or refused.")]
+    state: Annotated[str, Field(description="waiting for a lost one's place, new, busy, gone or refused.")]
     memory_bytes: int
     read_gb_per_s: float | None
-    problem: Annotated[str, Field(description="Why it is gone or refused.")]
+    problem: Annotated[str, Field(description="Why it is busy, gone or refused.")]
 
 
 class EngineStatus(BaseModel):

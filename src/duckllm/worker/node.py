@@ -19,13 +19,16 @@ from duckllm.weights.recode import available_memory_bytes
 from duckllm.worker.config import WorkerConfig
 
 
-def hello_facts(config: WorkerConfig, instructions: str, read_gb_per_s: float | None) -> dict[str, Any]:
+def hello_facts(
+    config: WorkerConfig, instructions: str, read_gb_per_s: float | None, *, is_busy: bool = False
+) -> dict[str, Any]:
     """The object of a worker's HELLO.
 
     Args:
         config: The worker's configuration.
         instructions: What its kernels use.
         read_gb_per_s: What its node reads from memory, or None where nobody measured.
+        is_busy: Whether it serves another host now.
     """
     return {
         "protocol_version": _native.PROTOCOL_VERSION,
@@ -39,6 +42,7 @@ def hello_facts(config: WorkerConfig, instructions: str, read_gb_per_s: float | 
         "read_gb_per_s": read_gb_per_s,
         "unix_time_s": time.time(),
         "keeps_weights": config.cache,
+        "is_busy": is_busy,
     }
 
 

@@ -131,7 +131,9 @@ class Sessions:
         """As :meth:`_handshake`, from the host's HELLO on."""
         session = str(theirs.get("session", ""))
         shares_memory = self._memory is not None and theirs.get("shared_memory") is True
-        hello = hello_facts(self._config, self.instructions, self.read_gb_per_s)
+        visit = self._visit
+        is_busy = visit is not None and (not session or visit[0] != session)
+        hello = hello_facts(self._config, self.instructions, self.read_gb_per_s, is_busy=is_busy)
         hello["shared_memory"] = shares_memory
         channel.send_json(FrameType.HELLO, hello, deadline=deadline)
         while True:
