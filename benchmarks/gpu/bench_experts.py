@@ -95,9 +95,9 @@ class Nothing:
 
     x: torch.Tensor
 
-    def wait(self, shared: torch.Tensor | None = None) -> torch.Tensor:
-        """Zeros, or the shared expert's output."""
-        return torch.zeros_like(self.x) if shared is None else shared
+    def wait(self) -> torch.Tensor:
+        """Zeros."""
+        return torch.zeros_like(self.x)
 
 
 class ExpertsHere:

@@ -33,9 +33,9 @@ class Recording:
         recording = self
 
         class Pending:
-            def wait(self, shared: torch.Tensor | None = None) -> torch.Tensor:
+            def wait(self) -> torch.Tensor:
                 recording.events.append(("wait", layer, lane, len(x)))
-                return pending.wait(shared)
+                return pending.wait()
 
         return Pending()
 

@@ -71,7 +71,7 @@ def inputs(rows: Sequence[int], hidden_size: int, top_k: int) -> list:
     return steps
 
 
-def capture(experts: DeviceExperts, steps: list, shared: Sequence) -> tuple[Program, Callable, list]:  # type: ignore[type-arg]
+def capture(experts: DeviceExperts, steps: list) -> tuple[Program, Callable, list]:  # type: ignore[type-arg]
     """A graph of all steps, each lane's collected before its next one is published."""
     graph, sums = torch.cuda.CUDAGraph(), {}
     with torch.cuda.graph(graph), experts.record() as program:
@@ -79,10 +79,10 @@ def capture(experts: DeviceExperts, steps: list, shared: Sequence) -> tuple[Prog
         for index, (layer, lane, x, ids, weights) in enumerate(steps):
             if lane in pending:
                 before, step = pending.pop(lane)
-                sums[before] = step.wait(shared[lane])
+                sums[before] = step.wait()
             pending[lane] = index, experts.submit(layer, x, ids, weights, lane)
-        for lane, (before, step) in pending.items():
-            sums[before] = step.wait(shared[lane])
+        for before, step in pending.values():
+            sums[before] = step.wait()
     return program, graph.replay, [sums[index] for index in range(len(steps))]
 
 
@@ -103,10 +103,9 @@ def test_captured_steps_have_the_bits_of_others(hidden_size: int, top_k: int, ro
     native = NativeExperts(hidden_size, top_k, 64)
     experts = make(native.server, native, hidden_size, top_k)
     steps = inputs(rows, hidden_size, top_k)
-    shared = [None, torch.randn(rows[1], hidden_size, device=DEVICE)]
-    expected = [experts.submit(*step[:1], *step[2:], step[1]).wait(shared[step[1]]) for step in steps]
+    expected = [experts.submit(*step[:1], *step[2:], step[1]).wait() for step in steps]
     assert len({each.sum().item() for each in expected}) == len(expected)
-    program, replay, sums = capture(experts, steps, shared)
+    program, replay, sums = capture(experts, steps)
     assert [each[:4] for each in program.steps()] == [(s[0], s[1], *s[3].shape) for s in steps]
     for num_tokens in (rows, (1, rows[1]), (rows[0], 0), rows):
         for each in sums:
@@ -115,19 +114,18 @@ def test_captured_steps_have_the_bits_of_others(hidden_size: int, top_k: int, ro
         for (_, lane, *_), got, wanted in zip(steps, sums, expected, strict=True):
             counted = num_tokens[lane]
             assert torch.equal(got[:counted], wanted[:counted])
-            padding = 0 if shared[lane] is None else shared[lane][counted:]
-            assert (got[counted:] == padding).all()
+            assert (got[counted:] == 0).all()
 
 
-def echo(delay_us: int = 0, **options: float) -> tuple[DeviceExperts, list, list]:
+def echo(delay_us: int = 0, **options: float) -> tuple[DeviceExperts, list]:
     steps = inputs((2, 1), 7168, 4)
     server = _native.echo_server(delay_us=delay_us, zeros=False)
-    return make(server, None, 7168, 4, **options), steps, [None, None]  # type: ignore[return-value]
+    return make(server, None, 7168, 4, **options), steps
 
 
 def test_an_echo_returns_what_was_sent_in_every_replay() -> None:
-    experts, steps, shared = echo()
-    program, replay, sums = capture(experts, steps, shared)
+    experts, steps = echo()
+    program, replay, sums = capture(experts, steps)
     for number in range(200):
         for step in steps:
             step[2].add_(number)
@@ -137,8 +135,8 @@ def test_an_echo_returns_what_was_sent_in_every_replay() -> None:
 
 
 def test_ctrl_c_frees_the_gpu_and_the_next_program_works() -> None:
-    experts, steps, shared = echo(delay_us=10**12)
-    program, replay, sums = capture(experts, steps, shared)
+    experts, steps = echo(delay_us=10**12)
+    program, replay, sums = capture(experts, steps)
     for _ in range(2):
         thread = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
         thread.start()
@@ -150,8 +148,8 @@ def test_ctrl_c_frees_the_gpu_and_the_next_program_works() -> None:
 
 
 def test_the_time_out_frees_the_gpu() -> None:
-    experts, steps, shared = echo(delay_us=10**12, timeout_s=0.05)
-    program, replay, sums = capture(experts, steps, shared)
+    experts, steps = echo(delay_us=10**12, timeout_s=0.05)
+    program, replay, sums = capture(experts, steps)
     with pytest.raises(RuntimeError, match="the GPU waited too long for the answer to a step"):
         experts.run(program, (2, 1), replay)
     assert torch.cuda.current_stream().query()

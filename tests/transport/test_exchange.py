@@ -76,7 +76,6 @@ class FakeGpu:
         lane: int,
         index: int,
         num_rows: int,
-        shared: torch.Tensor | None = None,
         *,
         timeout_s: float,
     ) -> torch.Tensor:
@@ -84,7 +83,7 @@ class FakeGpu:
 
         def kernel() -> None:
             num_tokens = min(int(boxes.state[1 + lane]), num_rows)
-            delta[:] = 0 if shared is None else shared
+            delta[:] = 0
             number, until = int(boxes.state[0]) + index + 1, time.monotonic() + timeout_s
             reply = boxes.replies(lane)[index % REPLY_LINES]
             while int(reply[0]) != number:
@@ -152,7 +151,7 @@ def make_boxes(model: Manifest) -> Mailboxes:
 
 
 def capture(
-    gpu: FakeGpu, experts: DeviceExperts, steps: list[tuple[int, Step]], shared: torch.Tensor | None = None
+    gpu: FakeGpu, experts: DeviceExperts, steps: list[tuple[int, Step]]
 ) -> tuple[Program, list[torch.Tensor]]:
     """A graph in which each lane's step is collected when the lane's next one, or the end, comes."""
     gpu.is_capturing = True
@@ -161,10 +160,10 @@ def capture(
         for index, (lane, step) in enumerate(steps):
             if lane in pending:
                 before, taken = pending.pop(lane)
-                sums[before] = taken.wait(None if shared is None else shared[: ROWS[lane]])
+                sums[before] = taken.wait()
             pending[lane] = index, experts.submit(step.layer, *tensors(step), lane)
-        for lane, (before, taken) in pending.items():
-            sums[before] = taken.wait(None if shared is None else shared[: ROWS[lane]])
+        for before, taken in pending.values():
+            sums[before] = taken.wait()
     gpu.is_capturing = False
     return program, [sums[index] for index in range(len(steps))]
 
@@ -308,14 +307,10 @@ def test_experts_in_this_process(gpu: FakeGpu, model: Manifest, steps: list[tupl
     boxes = make_boxes(model)
     exchange = boxes.exchange(local.server(max_tokens=4, num_threads=2), spin_us=50)
     experts = DeviceExperts(local, boxes, exchange, gpu)
-    shared = torch.randn(max(ROWS), model.hidden_size)
-    program, sums = capture(gpu, experts, steps, shared)
+    program, sums = capture(gpu, experts, steps)
     experts.run(program, ROWS, gpu.replay)
     gpu.synchronize()
-    expected = [
-        routed + shared[: ROWS[lane]] for (lane, _), routed in zip(steps, sums_of(local, steps), strict=True)
-    ]
-    check(sums, expected, steps, ROWS)
+    check(sums, sums_of(local, steps), steps, ROWS)
     assert exchange.num_answered == len(steps)
 
 

@@ -149,9 +149,8 @@ def _publish(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["index", "lane", "num_rows", "num_lanes", "timeout_ms"])
 def _collect(  # type: ignore[no-untyped-def]
-    y_ptr, shared_ptr, delta_ptr, replies_ptr, state_ptr, index, lane, num_lanes, timeout_ms,
-    num_rows, hidden_size, HAS_SHARED: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr,
-    EARLY: tl.constexpr,
+    y_ptr, sum_ptr, replies_ptr, state_ptr, index, lane, num_lanes, timeout_ms, num_rows, hidden_size,
+    BLOCK: tl.constexpr, THREADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
@@ -160,13 +159,9 @@ def _collect(  # type: ignore[no-untyped-def]
     is_there = at < num_rows * hidden_size
     number = tl.load(state_ptr) + index + 1
     num_tokens = tl.minimum(tl.load(state_ptr + 1 + lane), num_rows)
-    delta = tl.zeros([BLOCK], tl.float32)
-    if HAS_SHARED:
-        delta = tl.load(shared_ptr + at, mask=is_there, other=0.0)
     arrived = wait_for_flag(replies_ptr, lane, num_lanes, number, timeout_ms, THREADS)
     is_sum = at < num_tokens * arrived * hidden_size
-    delta += tl.load(y_ptr + at, mask=is_sum, other=0.0)
-    tl.store(delta_ptr + at, delta, mask=is_there)
+    tl.store(sum_ptr + at, tl.load(y_ptr + at, mask=is_sum, other=0.0), mask=is_there)
 
 
 def begin(boxes: Mailboxes) -> None:
@@ -212,35 +207,32 @@ def collect(
     lane: int,
     index: int,
     num_rows: int,
-    shared: torch.Tensor | None = None,
     *,
     timeout_s: float,
 ) -> torch.Tensor:
-    """Waits for a step's sum; the sum plus ``shared``. Rows that are padding have no sum, only ``shared``.
+    """Waits for a step's sum. Rows that are padding are zero.
 
-    Where the program is aborted, or after ``timeout_s``, there is no sum either.
+    Where the program is aborted, or after ``timeout_s``, all of them are.
 
     Args:
         boxes: The memory.
         lane: Of the step.
         index: Of the step in its program.
         num_rows: R, as published.
-        shared: What to add.
         timeout_s: How long to wait, seconds.
 
     Shapes:
-        shared, result: [R, H] f32, contiguous, on the device
+        result: [R, H] f32, contiguous, on the device
     """
     hidden_size = boxes.lanes[lane].x.shape[1]
     num_values = num_rows * hidden_size
     block = triton.next_power_of_2(triton.cdiv(num_values, _COLLECT_PROGRAMS))
     block = min(max(block, _LEAST_COLLECT_BLOCK), _MOST_COLLECT_BLOCK)
     num_warps, is_early = 4 if block <= 2048 else 8, can_start_early(boxes.state.device.index or 0)
-    delta = torch.empty(num_rows, hidden_size, dtype=torch.float32, device=boxes.state.device)
+    total = torch.empty(num_rows, hidden_size, dtype=torch.float32, device=boxes.state.device)
     _collect[(triton.cdiv(num_values, block),)](
-        boxes.lanes[lane].y, delta if shared is None else shared, delta, boxes.replies(0), boxes.state,
-        index, lane, len(boxes.lanes), round(1000 * timeout_s), num_rows, hidden_size,
-        HAS_SHARED=shared is not None, BLOCK=block, THREADS=32 * num_warps, EARLY=is_early,
+        boxes.lanes[lane].y, total, boxes.replies(0), boxes.state, index, lane, len(boxes.lanes),
+        round(1000 * timeout_s), num_rows, hidden_size, BLOCK=block, THREADS=32 * num_warps, EARLY=is_early,
         num_warps=num_warps, launch_pdl=is_early,
     )  # fmt: skip
-    return delta
+    return total

@@ -98,14 +98,11 @@ class PendingMLP:
 
     def wait(self, times: StepTimes) -> tuple[torch.Tensor, ...]:
         """What makes the output for tokens [T, H], without the residual: one part, or two to be added."""
-        output: tuple[torch.Tensor, ...]
-        if self._shared is None or self._runtime.device.type == "cpu":
-            output = (self._routed.wait(self._shared),)
-        else:  # the sum may be there, and on its way to the GPU, before the shared expert's
-            output = (self._routed.wait(), self._shared)
+        routed = self._routed.wait()
+        if self._shared is not None:  # a GPU may still be at it while the sum comes
             self._runtime.join()
         times.lap("wait_s")
-        return output
+        return (routed,) if self._shared is None else (routed, self._shared)
 
 
 def _load_router(

@@ -124,11 +124,10 @@ class ExchangeKernels(Protocol):
         lane: int,
         index: int,
         num_rows: int,
-        shared: torch.Tensor | None = None,
         *,
         timeout_s: float,
     ) -> torch.Tensor:
-        """Waits for a step's sum; the sum plus ``shared``."""
+        """Waits for a step's sum."""
 
 
 class DeviceExperts:
@@ -247,13 +246,13 @@ class CapturedStep:
         self._kernels, self._boxes, self._timeout_s = kernels, boxes, timeout_s
         self._lane, self._index, self._num_rows = lane, index, num_rows
 
-    def wait(self, shared: torch.Tensor | None = None) -> torch.Tensor:
-        """The weighted sum over each token's experts, plus ``shared``.
+    def wait(self) -> torch.Tensor:
+        """The weighted sum over each token's experts.
 
-        Shapes: shared, result: [T, H] f32, on the device
+        Shapes: result: [T, H] f32, on the device
         """
         return self._kernels.collect(
-            self._boxes, self._lane, self._index, self._num_rows, shared, timeout_s=self._timeout_s
+            self._boxes, self._lane, self._index, self._num_rows, timeout_s=self._timeout_s
         )
 
 
@@ -278,18 +277,17 @@ class CopiedStep:
         held = copy_to_cpu(x, topk_ids, topk_weights)
         return cls(executor.submit(layer, held[0], held[1], held[2], lane), held, x.device)
 
-    def wait(self, shared: torch.Tensor | None = None) -> torch.Tensor:
-        """The weighted sum over each token's experts, plus ``shared``.
+    def wait(self) -> torch.Tensor:
+        """The weighted sum over each token's experts.
 
-        Shapes: shared, result: [T, H] f32, on the device
+        Shapes: result: [T, H] f32, on the device
 
         Raises:
             WorkerLostError: A worker went away, and neither it nor another came back in time.
         """
         y = self._pending.wait()
         # PyTorch gives pinned memory to others only once the copy from it is over.
-        routed = _pinned_copy(y).to(self._device, non_blocking=True)
-        return routed if shared is None else routed.add_(shared)
+        return _pinned_copy(y).to(self._device, non_blocking=True)
 
 
 def copy_to_cpu(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -51,11 +51,10 @@ class RemoteStep:
     def __init__(self, flock: Flock, ticket: int) -> None:
         self._flock, self._ticket = flock, ticket
 
-    def wait(self, shared: torch.Tensor | None = None) -> torch.Tensor:
-        """The weighted sum over each token's experts, [T, H] f32, with ``shared`` added.
+    def wait(self) -> torch.Tensor:
+        """The weighted sum over each token's experts, [T, H] f32.
 
         Raises:
             WorkerLostError: A worker went away, and neither it nor another came back in time.
         """
-        routed = torch.from_numpy(self._flock.wait(self._ticket))
-        return routed if shared is None else shared.add_(routed)
+        return torch.from_numpy(self._flock.wait(self._ticket))

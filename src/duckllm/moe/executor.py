@@ -13,8 +13,8 @@ import torch
 class PendingStep(Protocol):
     """A step that has been submitted and not yet collected."""
 
-    def wait(self, shared: torch.Tensor | None = None) -> torch.Tensor:
-        """The weighted sum over each token's experts, [T, H] f32, and ``shared``, which may be changed.
+    def wait(self) -> torch.Tensor:
+        """The weighted sum over each token's experts, [T, H] f32. The shared expert's is for others to add.
 
         Raises:
             WorkerLostError: A worker went away, or did not answer in time.

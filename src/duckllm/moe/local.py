@@ -148,10 +148,9 @@ class LocalStep:
         self._experts, self._units, self._form = experts, units, form
         self._rows = (x, topk_ids, topk_weights)
 
-    def wait(self, shared: torch.Tensor | None = None) -> torch.Tensor:
-        """The weighted sum over each token's experts, [T, H] f32, with ``shared`` added."""
+    def wait(self) -> torch.Tensor:
+        """The weighted sum over each token's experts, [T, H] f32."""
         form = self._form
         weight_format, layout = (None, None) if form is None else (form.format, form.scale_layout)
         out = self._experts.run(self._units, *self._rows, format=weight_format, scale_layout=layout)
-        routed = torch.from_numpy(out)
-        return routed if shared is None else shared.add_(routed)
+        return torch.from_numpy(out)
