@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from duckllm.assembly import ClusterInfo
+from duckllm.bench import token_ceilings
 from duckllm.bench.grid import Cell, GridConfig, Prompts, Setting, label, parse_input_lens
 from duckllm.bench.token_ceilings import LinkFacts, StepCeiling, distinct_experts, link_facts, step_ceiling
 from duckllm.cli.bench_model import expand_settings, interface_to
@@ -69,7 +70,9 @@ def test_a_text_without_words_is_no_prompt(tmp_path: Path) -> None:
     assert result.exception.field == "text_file"
 
 
-def test_where_no_load_fits_the_verb_has_failed(model_cache: Path) -> None:
+def test_where_no_load_fits_the_verb_has_failed(model_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Eight times the last cache takes a while to fill, and nothing is asked about the ceilings.
+    monkeypatch.setattr(token_ceilings, "default_size_bytes", lambda caches, available_bytes: 4 << 20)
     sizes = ["--workers", "0", "--batch-size", "999999", "--input-len", "16", "--output-len", "2"]
     result = CliRunner().invoke(app, ["bench", "decode", *sizes])
     assert result.exit_code == 1

@@ -348,12 +348,22 @@ def test_a_run_measures_its_cells(hot: bool) -> None:
     assert seen[-1][1] < seen[-1][2]
 
 
+# Eight times the last cache, which the command takes of itself, may be gigabytes and take a minute.
+ON_LITTLE_MEMORY = """
+from duckllm.__main__ import main
+from duckllm.bench import kernel
+kernel.default_size_bytes = lambda caches, available_bytes: 4 << 20
+main()
+"""
+
+
 def test_the_command_ends_with_one_json_line(tmp_path: Path) -> None:
     saved = tmp_path / "lines.jsonl"
     saved.write_text("before\n")
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "duckllm", "bench", "kernel", "--shape", "demo", "--rows", "1",
-         "--experts", "4", "--format", "fp9", "--isa", "scalar", "--threads", "1", "--save", saved],
+        [sys.executable, "-W", "error", "-c", ON_LITTLE_MEMORY, "bench", "kernel", "--shape", "demo",
+         "--rows", "1", "--experts", "4", "--format", "fp9", "--isa", "scalar", "--threads", "1",
+         "--save", saved],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
@@ -373,6 +383,7 @@ def test_the_command_ends_with_one_json_line(tmp_path: Path) -> None:
         "most_us", "gparam_per_s", "gb_per_s", "read_gb_per_s", "units_gb_per_s", "loops_gb_per_s",
         "of_ceiling", "fastest_of_ceiling", "gflop_per_s", "of_fma",
     }] * 2  # fmt: skip
+    assert result["size"] == 4 << 20
     for each in result["lines"]:
         assert each["read_gb_per_s"] == max(each["units_gb_per_s"], each["loops_gb_per_s"])
     assert set(result["derived"][0]) == {"shape", "format", "error", "fixed_us"}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from duckllm.cli.main import app
 from worker_harness import running_worker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,10 +77,9 @@ _HELP: dict[tuple[str, ...], str] = {}
 
 def help_of(*verb: str) -> str:
     if verb not in _HELP:
-        done = subprocess.run(
-            [sys.executable, "-m", "duckllm", *verb, "--help"], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, f"duckllm {' '.join(verb)} --help: {done.stderr}"
+        # In this process: to start one for each verb takes as long as all else here.
+        done = CliRunner().invoke(app, [*verb, "--help"], prog_name="duckllm", env={"COLUMNS": "80"})
+        assert done.exit_code == 0, f"duckllm {' '.join(verb)} --help: {done.output}"
         _HELP[verb] = done.stdout
     return _HELP[verb]
 
@@ -131,40 +132,44 @@ def test_the_readmes_tree_is_the_tree() -> None:
     assert tree_of_readme() == actual - sources
 
 
-def run_python_of(document: str, folder: Path, changes: Mapping[str, str] | None = None) -> str:
-    """What a document's Python code prints, all of it run as one program in ``folder``.
+def program_of(document: str) -> str:
+    """A document's Python code, all of it as one program.
 
     Code that asks a server is left to tests/server, where there is one.
     """
     text = (ROOT / document).read_text(encoding="utf-8")
     blocks = [code for language, code in FENCE.findall(text) if language == "python" and SERVER not in code]
     assert blocks
-    program = "\n".join(blocks)
-    for old, new in (changes or {}).items():
-        assert old in program
-        program = program.replace(old, new)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        cwd=folder, capture_output=True, text=True, timeout=250, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return "\n".join(blocks)
 
 
 def test_python_code_of_the_readme_runs(tmp_path: Path) -> None:
-    printed = run_python_of("README.md", tmp_path)
+    """In a process of its own, with a warning as an error. What other pages have runs in this one."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program_of("README.md")],
+        cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout
     assert "small wild or domesticated web-footed broad-billed swimming bird" in printed
     assert re.search(r"^What is a duck\? \d+ tokens cached$", printed, re.MULTILINE)
 
 
-def test_python_code_of_the_page_on_python_runs(tmp_path: Path) -> None:
+def test_python_code_of_the_page_on_python_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = program_of("docs/python.md")
     (tmp_path / "token").write_text("secret\n")
+    monkeypatch.chdir(tmp_path)
     with (
         running_worker(tmp_path, token="secret") as first,
         running_worker(tmp_path, token="secret") as second,
     ):
-        found = {"10.0.0.11:7411": str(first.address), "10.0.0.12:7411": str(second.address)}
-        lines = run_python_of("docs/python.md", tmp_path, found).splitlines()
+        for written, address in (("10.0.0.11:7411", first.address), ("10.0.0.12:7411", second.address)):
+            assert written in program
+            program = program.replace(written, str(address))
+        exec(compile(program, "docs/python.md", "exec"), {"__name__": "__main__"})
+    lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"No, 1001 is not prime: 1001 = 7 x 11 x 13\. \(stop, \d+ tokens\)", lines[0])
     assert "is_prime" in lines[1]
     assert lines[2] in ("yes", "no")
@@ -176,13 +181,9 @@ def test_python_code_of_the_page_on_python_runs(tmp_path: Path) -> None:
     assert any("web-footed broad-billed swimming bird" in line for line in lines[begin + 6 :])
 
 
-def test_the_example_runs() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "offline.py")],
-        capture_output=True, text=True, timeout=250, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / "offline.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("verb: to move (the head or body) quickly downwards")
     assert "No, 1001 is not prime: 1001 = 7 x 11 x 13. (stop)" in lines
     assert any("What is a goose?" in line for line in lines)

@@ -115,7 +115,14 @@ class Layer:
         for name in ("gate", "up", "down"):
             codes = getattr(self, name)[expert]
             scales = getattr(self, name + "_scale")[expert]
-            matrices.append(decode_e4m3(codes) * spread_scales(scales, codes.shape, self.scale_layout))
+            matrix = decode_e4m3(codes)
+            if self.scale_layout == "channel":
+                matrix *= scales
+            else:  # what spread_scales says, without an array of its size
+                for number, column in enumerate(scales.T):
+                    part = matrix[:, 128 * number : 128 * number + 128]
+                    part *= np.repeat(column.astype(np.float64), 128)[: len(part), None]
+            matrices.append(matrix)
         return matrices[0], matrices[1], matrices[2]
 
 

@@ -81,7 +81,7 @@ def test_logits_equal_the_reference_at_every_position(case: Case, step_tokens: i
 
 
 def test_greedy_tokens_equal_the_reference(case: Case) -> None:
-    """20 prompts where attention is to all and where it is sparse, 5 elsewhere: it is the longest test."""
+    """20 prompts where attention is to all and where it is sparse, 5 elsewhere."""
     assert_greedy(case, num_prompts=20 if case.spec.name in ("one_dense_layer", "sparse") else 5)
 
 

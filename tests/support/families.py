@@ -25,7 +25,7 @@ from duckllm.weights.architectures import layout_of
 from duckllm.weights.convert import convert
 from duckllm.weights.layout import PROJECTIONS, ModelLayout
 from support.checkpoints import BASE_CONFIG, BLOCK, E4M3_MAX, quantise
-from support.models import TOLERANCE, all_logits, build_model, difference, greedy
+from support.models import TOLERANCE, all_logits, build_model, difference, greedy_replies
 from support.reference import load_reference, reference_logits
 
 NUM_TOKENS = 96
@@ -237,11 +237,14 @@ def assert_logits(case: Case, step_tokens: int, model: CausalLM | None = None) -
 
 
 def assert_greedy(case: Case, num_prompts: int = 4, num_tokens: int = 64) -> None:
-    """Greedy replies equal the reference's, which judges each at once: token by token its likeliest."""
+    """Greedy replies equal the reference's, which judges each at once: token by token its likeliest.
+
+    Up to five replies are made at a time, each a row of a step, beside prompts of the next.
+    """
     engine = Engine(build_model(case.folder), max_model_len=256, max_step_tokens=5, cache_tokens=512)
     replies = set()
-    for prompt in case.prompts(range(1, num_prompts + 1)):
-        reply = greedy(engine, prompt, num_tokens)
+    prompts = case.prompts(range(1, num_prompts + 1))
+    for prompt, reply in zip(prompts, greedy_replies(engine, prompts, num_tokens), strict=True):
         assert len(reply) == num_tokens
         logits = reference_logits(case.reference, prompt + reply[:-1])
         assert reply == logits[len(prompt) - 1 :].argmax(-1).tolist(), f"prompt of {len(prompt)} tokens"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from duckllm.cluster import open_cluster
+from duckllm.cluster.address import Address
 from duckllm.config import ClusterConfig
 from duckllm.engine.engine import Engine
 from duckllm.layers.step import SequenceStep
@@ -59,8 +61,18 @@ def difference(logits: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def greedy(engine: Engine, token_ids: list[int], num_tokens: int, *, ignore_eos: bool = True) -> list[int]:
+    return greedy_replies(engine, [token_ids], num_tokens, ignore_eos=ignore_eos)[0]
+
+
+def greedy_replies(
+    engine: Engine, prompts: Sequence[list[int]], num_tokens: int, *, ignore_eos: bool = True
+) -> list[list[int]]:
+    """One for each prompt; computed together, as far as the engine does."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=ignore_eos)
-    return list(engine.run(engine.new_request(token_ids, params)))
+    requests = [engine.new_request(prompt, params) for prompt in prompts]
+    for request in requests:
+        engine.add(request)
+    return [list(engine.run(request)) for request in requests]
 
 
 def step_sizes(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -78,14 +90,20 @@ def step_sizes(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @contextmanager
 def remote_experts(
-    folder: Path, workers: int, wire_dtype: str = "f32", max_step_tokens: int = 512
+    folder: Path, workers: int | Sequence[Address], wire_dtype: str = "f32", max_step_tokens: int = 512
 ) -> Iterator[RemoteExperts]:
-    """Experts on worker processes."""
+    """Experts on worker processes: so many that are started here, or those at addresses."""
     manifest = Manifest.load(folder)
-    config = ClusterConfig(workers=workers, wire_dtype=wire_dtype, max_step_tokens=max_step_tokens)
+    if isinstance(workers, int):
+        places: dict[str, Any] = {"workers": workers}
+    else:
+        places = {"addresses": tuple(map(str, workers))}
+    config = ClusterConfig(**places, wire_dtype=wire_dtype, max_step_tokens=max_step_tokens)
     with ExitStack() as stack:
         cluster = stack.enter_context(open_cluster(config))
-        plans = plan_workers(manifest, workers, max_step_tokens=max_step_tokens, wire_dtype=wire_dtype)
+        plans = plan_workers(
+            manifest, config.num_workers, max_step_tokens=max_step_tokens, wire_dtype=wire_dtype
+        )
         transport = Transport(
             cluster.connect(plans),
             manifest.hidden_size,

@@ -231,7 +231,8 @@ def place_slices(
     wanted = wanted_shares(shares, [node.gb_per_s for node in nodes])
     most = None
     if shares == "auto":
-        room = [sizes.most_stripes(node.have_bytes) for node in nodes]
+        most_in = {have: sizes.most_stripes(have) for have in {node.have_bytes for node in nodes}}
+        room = [most_in[node.have_bytes] for node in nodes]
         if nodes and min(room) >= 1 and sum(room) >= sizes.num_stripes:
             most = room
     return plan_slices(sizes.num_stripes, len(nodes), wanted, most)

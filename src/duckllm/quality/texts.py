@@ -15,7 +15,7 @@ from typing import Any
 from duckllm.demo.suite import load_suite
 from duckllm.errors import CheckpointError, ConfigError, RequestError
 from duckllm.text import Tokenizer
-from duckllm.text.chat_format import chat_format
+from duckllm.text.chat_format import ChatFormat, chat_format
 from duckllm.text.messages import as_messages
 
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
@@ -66,7 +66,8 @@ def shipped_passages(tokenizer: Tokenizer, *, is_demo: bool) -> list[Passage]:
     if not is_demo:
         return read_passages(PROMPTS, tokenizer, window=MIN_WINDOW)
     chats = [[*item.chat, {"role": "assistant", "content": item.answer}] for item in load_suite()]
-    return [_conversation("suite", chat, tokenizer, "suite") for chat in chats]
+    chat_form = chat_format(tokenizer)
+    return [_conversation("suite", chat, tokenizer, chat_form, "suite") for chat in chats]
 
 
 def check_readable(field: str, path: Path) -> None:
@@ -95,11 +96,11 @@ def read_passages(path: Path, tokenizer: Tokenizer, *, window: int, field: str =
     data = _read(field, path)
     if path.suffix != ".jsonl":
         return _windows(field, data, tokenizer, window, str(path))
-    found = []
+    found, chat_form = [], chat_format(tokenizer)
     # Not splitlines(): JSON may have other separators of lines inside its strings as they are.
     for number, line in enumerate(data.split("\n"), 1):
         if line.strip():
-            found.append(_of_line(field, line, tokenizer, f"{path}, line {number}"))
+            found.append(_of_line(field, line, tokenizer, chat_form, f"{path}, line {number}"))
     if not found:
         raise ConfigError(field, str(path), "a file with a prompt")
     return found
@@ -155,7 +156,7 @@ def _windows(field: str, text: str, tokenizer: Tokenizer, window: int, where: st
     return [Passage(tuple(each), 1, max(1, len(each) // 2)) for each in pieces]
 
 
-def _of_line(field: str, line: str, tokenizer: Tokenizer, where: str) -> Passage:
+def _of_line(field: str, line: str, tokenizer: Tokenizer, chat_form: ChatFormat, where: str) -> Passage:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -166,17 +167,19 @@ def _of_line(field: str, line: str, tokenizer: Tokenizer, where: str) -> Passage
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
         raise ConfigError(field, where, "a string, or an object with prompt or messages")
-    return _conversation(field, value, tokenizer, where)
+    return _conversation(field, value, tokenizer, chat_form, where)
 
 
-def _conversation(field: str, messages: list[dict[str, Any]], tokenizer: Tokenizer, where: str) -> Passage:
+def _conversation(
+    field: str, messages: list[dict[str, Any]], tokenizer: Tokenizer, chat_form: ChatFormat, where: str
+) -> Passage:
     """A conversation; open where its last message is not the assistant's."""
     try:
         parsed = as_messages(messages)
         answered = parsed[-1].role == "assistant"
         if answered and len(parsed) < 2:
             raise RequestError("messages: got a reply to nothing, expected a user's message before it")
-        prompt = _prompt(field, tokenizer, messages[:-1] if answered else messages)
+        prompt = _prompt(field, tokenizer, chat_form, messages[:-1] if answered else messages)
         if not answered:
             return Passage(tuple(prompt), len(prompt), len(prompt), is_open=True)
         whole = tokenizer.apply_chat_template(messages)
@@ -191,12 +194,14 @@ def _conversation(field: str, messages: list[dict[str, Any]], tokenizer: Tokeniz
     return Passage(tuple(whole[:last]), first, first)
 
 
-def _prompt(field: str, tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> list[int]:
+def _prompt(
+    field: str, tokenizer: Tokenizer, chat_form: ChatFormat, messages: Sequence[dict[str, Any]]
+) -> list[int]:
     """The tokens of a conversation; without a template, of a base model, the last message as text."""
     if tokenizer.chat_template is None:
         return tokenizer.encode(messages[-1]["content"])
     try:
-        return list(chat_format(tokenizer).prompt(as_messages(messages)).token_ids)
+        return list(chat_form.prompt(as_messages(messages)).token_ids)
     except CheckpointError as error:
         raise ConfigError(
             field, "a conversation", f"text, for a model without a template ({error})"
