@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -56,6 +57,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what is there for good, modules and tests, out of every later search for garbage.
+
+    There are so many that each search took a third of a second, and all of them a tenth of the suite's time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
