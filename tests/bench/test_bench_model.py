@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,8 +84,11 @@ def measurement(
 class Borrowed:
     """A loaded model that stays open, some of whose replies are changed."""
 
-    def __init__(self, llm: LLM, change: int = 0) -> None:
-        self._llm, self._change = llm, change
+    def __init__(self, llm: LLM, change: int = 0, weight_format: str = "fp9") -> None:
+        self._llm, self._change, self._format = llm, change, weight_format
+
+    def cluster_info(self) -> Any:
+        return replace(self._llm.cluster_info(), weight_format=self._format)
 
     def __enter__(self) -> Borrowed:
         return self
@@ -147,6 +151,27 @@ def test_other_replies_are_not_measured(llm: LLM, demo_folder: Path) -> None:
     )
     with pytest.raises(RuntimeError, match=r"other replies than in another .* nothing measured"):
         wrong.measure(lambda *_: None)
+
+
+@pytest.mark.parametrize(("weight_format", "is_right"), [("fp8", False), ("int8", True), ("fp8+int4", True)])
+def test_weights_that_were_rounded_may_reply_otherwise(
+    llm: LLM, demo_folder: Path, weight_format: str, is_right: bool
+) -> None:
+    config = GridConfig("decode", (20,), 4, (1,), num_iters=1)
+    settings = [
+        Setting(NAMES | {"format": name}, {"device": "auto", "weight_format": name})
+        for name in ("fp9", weight_format)
+    ]
+
+    def open_llm(weight_format: str, **_: object) -> Borrowed:
+        return Borrowed(llm, 1234 * (weight_format != "fp9"), weight_format)
+
+    measured = measurement(demo_folder, config, settings, open_llm)
+    if is_right:
+        measured.measure(lambda *_: None)
+        return
+    with pytest.raises(RuntimeError, match="other replies than in another"):
+        measured.measure(lambda *_: None)
 
 
 def test_a_load_that_does_not_fit_is_left_out_and_said(llm: LLM, demo_folder: Path) -> None:

@@ -20,6 +20,7 @@ from duckllm.bench.token_ceilings import LinkFacts, MachineRates, StepCeiling, l
 from duckllm.config import available_cores
 from duckllm.device import find_device
 from duckllm.outputs import percentile
+from duckllm.weights.formats import is_lossless
 
 if TYPE_CHECKING:
     from duckllm import LLM
@@ -352,8 +353,9 @@ class GridMeasurement:
         """Holds replies against those of settings whose sums have the same order, and of other iterations."""
         if loaded.llm.device.is_cuda:  # its sums may have another order in another batch
             return
-        names = loaded.setting.names
-        key = (loaded.info.stripes, names["wire_dtype"], cell, iteration)
+        names, computed_in = loaded.setting.names, loaded.info.weight_format
+        weights = "lossless" if all(map(is_lossless, computed_in.split("+"))) else computed_in
+        key = (loaded.info.stripes, names["wire_dtype"], weights, cell, iteration)
         if self._tokens.setdefault(key, sample.token_ids) != sample.token_ids:
             raise RuntimeError(
                 f"{dict(names)}, {cell.input_len} tokens, {cell.batch_size} requests: other replies than in "

@@ -174,10 +174,15 @@ def _measure(
         check_save(save)
     with Waiting(f"Reading {model or 'the demo model'}"):
         from duckllm.models.inspection import inspect_model
-        from duckllm.models.registry import usable_folder
+        from duckllm.models.registry import check_format, usable_folder
+        from duckllm.weights.manifest import Manifest
 
-        folder = usable_folder(model)
-        found = inspect_model(folder)
+        # int8 and int4 are converted into, all before anything is measured.
+        formats = dict.fromkeys(setting.arguments["weight_format"] for setting in settings)
+        folders = {each: usable_folder(model, each) for each in formats}
+        for each, folder in folders.items():
+            check_format(Manifest.load(folder).format, each)
+        found = inspect_model(next(iter(folders.values())))
     longest = min(options.max_model_len or found.max_position_embeddings, found.max_position_embeddings)
     if longest <= output_len:
         raise ConfigError("output_len", output_len, f"less than {longest}, what a context holds")
@@ -188,6 +193,7 @@ def _measure(
 
     def open_llm(**arguments: Any) -> LLM:
         most = max(64, *config.batch_sizes)
+        folder = folders[arguments["weight_format"]]
         return LLM(folder, max_model_len=options.max_model_len, max_num_seqs=most, **arguments)
 
     measurement = GridMeasurement(

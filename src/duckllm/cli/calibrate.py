@@ -15,7 +15,7 @@ from duckllm.cli.bench_common import CellProgress, check_environment, check_save
 from duckllm.cli.common import Waiting, refuse_unused
 from duckllm.cli.model_options import ModelArgument
 from duckllm.cli.quality import is_demo_model
-from duckllm.config import MAX_STEP_TOKENS, show_size
+from duckllm.config import MAX_STEP_TOKENS, count_of, show_size
 from duckllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def calibrate(
         print(json.dumps(outcome))
         return
     print(
-        f"{output}: {num_tokens} tokens of {len(chosen)} passages, {len(sums)} layers, "
+        f"{output}: {num_tokens} tokens of {count_of(len(chosen), 'passage')}, {len(sums)} layers, "
         f"{show_size(output.stat().st_size)}; {unseen} of {outcome['experts']} experts were never chosen"
     )
 
