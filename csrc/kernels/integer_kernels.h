@@ -38,7 +38,7 @@ struct DownStripe {
   const uint8_t* next;     // output 0 of the down records that will be read after
 };
 
-inline constexpr uint32_t kStripesAtOnce = 8;  // most stripes of one call of `down`
+inline constexpr uint32_t kStripesAtOnce = 16;  // most stripes of one call of `down`
 
 struct IntegerFormat {
   // dots[row][part][lane] = sums over the stream's groups, one chain; parts are gate and up. The stream's
