@@ -283,7 +283,7 @@ void bind_kernels(nb::module_& m) {
       "available_integer", [](const std::string& isa) { return available_integer(parse_isa("isa", isa)); },
       "isa"_a,
       "Names of the integer multipliers that go with an instruction set here, from the slowest to the best:\n"
-      "scalar, avx2, avx_vnni, avx512_vnni_256, avx512_vnni. DUCK_FORCE_INTEGER names one to use.");
+      "scalar, avx2, avx_vnni, avx512_vnni_256, avx512_vnni, amx_int8. DUCK_FORCE_INTEGER names one to use.");
   m.def(
       "unit_bytes",
       [](int64_t hidden_size, const std::string& format, const std::string& scale_layout) {

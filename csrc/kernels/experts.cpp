@@ -55,8 +55,11 @@ Experts::Impl::Impl(const ExpertShape& shape_, uint32_t max_tokens_, Isa isa, Pr
   first_item.reserve(std::min<size_t>(max_pairs, shape.num_experts) + 1);
   const size_t blocks = ceil_div(row_floats, kScaleBlock);
   const size_t panel_rows = max_tokens > kMaxDirectRows ? blocks * kChunkRows : 0;
+  const bool has_tiles = integers.tiles != nullptr && !exact;
+  const size_t panel_groups =
+      has_tiles && max_tokens > kMaxDirectRows ? kChunkRows / kTileRows * num_records : 0;
   for (int thread = 0; thread < pool.num_threads(); ++thread) {
-    workspaces.push_back(std::make_unique<Workspace>(panel_rows, bf16 != nullptr, exact));
+    workspaces.push_back(std::make_unique<Workspace>(panel_rows, bf16 != nullptr, panel_groups, exact));
   }
 }
 
@@ -83,8 +86,10 @@ void Experts::Impl::use(const LayerUnits& step_layer) {
   by_channel = layer.scale_layout == ScaleLayout::kChannel;
   x_factor = prescale(layer.format);
   integer = nullptr;
+  tiles = nullptr;
   if (is_integer(layer.format) && !exact) {
     integer = &integers.formats[integer_index(layer.format, layer.scale_layout)];
+    tiles = integers.tiles;
   } else {
     kernels = &table.formats[static_cast<int>(is_exact() ? WeightFormat::kF32 : layer.format)];
   }
@@ -121,7 +126,7 @@ void Experts::Impl::prepare(const StepRows& step) {
 void Experts::Impl::work_on(int thread) {
   const DenormalsOn denormals;
   if (!few_rows()) {
-    if (bf16 != nullptr && bf16->begin != nullptr) bf16->begin();
+    begin_tiles();
     scale_x(thread, pool.num_threads());
     pool.barrier();
   }
@@ -134,7 +139,24 @@ void Experts::Impl::work_on(int thread) {
   }
   pool.barrier();
   run_down(thread);
-  if (!few_rows() && bf16 != nullptr && bf16->end != nullptr) bf16->end();
+  if (!few_rows()) end_tiles();
+}
+
+// A thread's tiles are set up for a step of many rows, and given up with its end: an idle thread keeps none.
+void Experts::Impl::begin_tiles() const {
+  if (is_integer(layer.format)) {
+    if (tiles != nullptr) tiles->begin();
+  } else if (bf16 != nullptr && bf16->begin != nullptr) {
+    bf16->begin();
+  }
+}
+
+void Experts::Impl::end_tiles() const {
+  if (is_integer(layer.format)) {
+    if (tiles != nullptr) tiles->end();
+  } else if (bf16 != nullptr && bf16->end != nullptr) {
+    bf16->end();
+  }
 }
 
 void Experts::Impl::scale_x(int thread, int num_threads) {

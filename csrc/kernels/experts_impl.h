@@ -24,6 +24,7 @@ namespace duck {
 inline constexpr uint32_t kDotFloats = 2 * kStripeChannels;  // gate and up of a unit, for one row
 inline constexpr uint32_t kChunkRows = Experts::kChunkRows;
 static_assert(kChunkRows % kBf16RowBlock == 0);  // a panel's rows
+static_assert(kChunkRows % kTileRows == 0);
 inline constexpr uint32_t kTileFloats = kScaleBlock * kTileLanes;
 
 inline constexpr size_t kZeroPointBytes = kStripeChannels;  // of a block of gate and up, or of down
@@ -82,16 +83,18 @@ struct Experts::Impl {
 
   // One thread's memory for the tile kernels.
   struct Workspace {
-    Workspace(size_t panel_rows, bool bf16, bool exact)
+    Workspace(size_t panel_rows, bool bf16, size_t panel_groups, bool exact)
         : panel(bf16 ? 0 : panel_rows * kPanelStride),
           tile(bf16 ? 0 : kTileFloats),
           bf16_panel(bf16 ? panel_rows * kBf16Pairs : 0),
           bf16_tile(bf16 ? kBf16TileWords : 0),
+          integer_panel(panel_groups),
           dots(2 * kChunkRows * kDotFloats),
           decoded(exact ? 2 * kPartRecords * kRecordWeights : 0) {}
     FloatBuffer panel;  // [blocks, kChunkRows, 128]
     FloatBuffer tile;
     AlignedBuffer<uint32_t> bf16_panel, bf16_tile;  // the same in bf16
+    AlignedBuffer<PanelGroup> integer_panel;        // [kChunkRows / 16, H' / 32], x as bytes
     FloatBuffer dots;                               // total and part of each row
     FloatBuffer decoded;                            // a part's records of gate and up by turns, in f32
     uint64_t panel_of = UINT64_MAX;                 // which chunk's x the panel holds
@@ -102,6 +105,7 @@ struct Experts::Impl {
   LayerUnits layer;                        // its format as the kernels decode it
   const FormatKernels* kernels = nullptr;  // where it is computed in f32
   const IntegerFormat* integer = nullptr;  // else
+  const IntegerTiles* tiles = nullptr;     // for many rows of those, if the CPU has them
   bool by_channel = false;                 // the scales
   float x_factor = 1.0f;
   StepRows rows;
@@ -141,6 +145,8 @@ struct Experts::Impl {
   void part_dots(Workspace& workspace, const Unit& at, const Stream& stream, uint32_t first_pair,
                  uint32_t count, float* dots);
   void gate_up_integer(Workspace& workspace, const Unit& at, uint32_t first_pair, uint32_t count);
+  void begin_tiles() const;
+  void end_tiles() const;
   void set_scales(Stream& stream, const Unit& at) const;
   void activate(uint32_t pair, uint32_t stripe, const Unit& at, float* dots);
   void run_down(int thread);

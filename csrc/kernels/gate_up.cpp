@@ -95,6 +95,11 @@ void Experts::Impl::gate_up_unit(Workspace& workspace, uint64_t item) {
   const Unit at = unit(expert, stripe);
   float* dots = workspace.dots.data();
   if (is_integer(layer.format)) {
+    if (tiles != nullptr && rows_in_tiles(count) > 0 && workspace.panel_of != item - stripe) {
+      workspace.panel_of = item - stripe;
+      tiles->fill_panel(pair_groups.data() + first_pair, rows_in_tiles(count), num_records,
+                        workspace.integer_panel.data());
+    }
     gate_up_integer(workspace, at, first_pair, count);
   } else if (count <= kMaxDirectRows) {
     Stream stream{at.gate_up, {}, 0, num_records, at.gate_up, prefetch};

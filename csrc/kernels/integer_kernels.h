@@ -64,6 +64,39 @@ inline constexpr int integer_index(WeightFormat format, ScaleLayout layout) {
 }
 inline constexpr bool is_integer(WeightFormat format) { return format >= WeightFormat::kInt8; }
 
+// Tiles (AMX) take this many rows at once.
+inline constexpr uint32_t kTileRows = 16;
+inline constexpr uint32_t kLeastTileRows = 12;  // fewer are as fast without, or faster
+
+// How many of an expert's rows go through tiles: whole blocks of kTileRows, and what is left if that is
+// enough.
+inline constexpr uint32_t rows_in_tiles(uint32_t num_rows) {
+  const uint32_t left = num_rows % kTileRows;
+  return left < kLeastTileRows ? num_rows - left : num_rows;
+}
+
+// A HiddenGroup of each of kTileRows rows.
+struct PanelGroup {
+  int8_t values[kTileRows][kRecordRows];
+  float scales[kTileRows];
+};
+static_assert(sizeof(PanelGroup) % 64 == 0);
+
+// What a CPU with tiles offers beside `dots`, for many rows of an expert: the same bits.
+struct IntegerTiles {
+  // A thread calls begin() before its first use of the others in a step and end() after its last.
+  void (*begin)();
+  void (*end)();
+
+  // panel[block][group]: groups [0, num_groups) of the rows in blocks of kTileRows, of which the last is
+  // filled up with rows that count as zero.
+  void (*fill_panel)(const HiddenGroup* const* x, uint32_t num_rows, uint32_t num_groups, PanelGroup* panel);
+
+  // By integer_index(). As IntegerFormat::dots; the panel has num_groups groups in a block.
+  void (*dots[kNumIntegerFormats])(const Stream& stream, const PanelGroup* panel, uint32_t num_groups,
+                                   uint32_t num_rows, float* dots);
+};
+
 struct IntegerTable {
   const char* name;
   IntegerFormat formats[kNumIntegerFormats];  // by integer_index()
@@ -72,6 +105,8 @@ struct IntegerTable {
   void (*quantise_hidden)(const float* values, uint32_t num_groups, int32_t zero, float factor,
                           HiddenGroup* groups);
   void (*quantise_stripe)(const float* values, int32_t zero, float factor, StripeGroup* group);
+
+  const IntegerTiles* tiles = nullptr;  // null: there are none
 };
 
 // Twice the values of e2m1 by their codes, plus kMxfp4Zero.
@@ -91,6 +126,9 @@ namespace avx512_vnni {
 extern const IntegerTable kIntegerTable;
 extern const IntegerTable kIntegerTable256;  // avx_vnni's kernels with the same instruction of AVX-512
 }  // namespace avx512_vnni
+namespace amx_int8 {
+extern const IntegerTiles kTiles;
+}
 
 // Names of the integer multipliers that go with an ISA here, from the slowest to the best.
 std::vector<std::string> available_integer(Isa isa);

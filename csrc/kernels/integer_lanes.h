@@ -34,8 +34,9 @@ struct IntegerKernels {
   static constexpr int kLanes = Lanes::kLanes;
   static constexpr int kVectors = kStripeChannels / kLanes;
   static constexpr int kGateUp = 2;
-  // From so many rows on, each part loads its x again: kept in registers for the next part, they would not fit.
-  // 8 rows with AVX512-VNNI, GCC 12, one thread of a Xeon (AMX), 2026-11-30: 335 GFLOP/s, and 415 to 425 so.
+  // From so many rows on, each part loads its x again: kept in registers for the next part, they would not
+  // fit. 8 rows with AVX512-VNNI, GCC 12, one thread of a Xeon (AMX), 2026-11-30: 335 GFLOP/s, and 415 to 425
+  // so.
   static constexpr int kRowsToLoadAgain = 4;
 
   // ---- formats --------------------------------------------------------------------------------------------
@@ -51,6 +52,7 @@ struct IntegerKernels {
   struct FourBits {
     static constexpr Codes kCodes = kCodesOf;
     static constexpr bool kHasZeroPoints = kZeroPoints;
+    static constexpr bool kOneScale = false, kOneDownScale = false;  // of all lanes
     static constexpr uint32_t kPairBytes = 576, kDownBytes = 320;
     static constexpr uint32_t kPrefetchParts = 1;  // of the stream's distance
     static constexpr int32_t kZero = kZeroPoints ? 1 : kCodesOf == Codes::kTable ? kMxfp4Zero : 8;
@@ -94,6 +96,7 @@ struct IntegerKernels {
   struct Int8 {
     static constexpr Codes kCodes = Codes::kBytes;
     static constexpr bool kHasZeroPoints = false;
+    static constexpr bool kOneScale = true, kOneDownScale = !kByChannel;
     static constexpr uint32_t kPairBytes = 1024, kDownBytes = 512;
     static constexpr uint32_t kPrefetchParts = 2;
     static constexpr int32_t kZero = kInt8CodeOfZero;

@@ -34,19 +34,28 @@ void Experts::Impl::round_x(int thread, int num_threads) {
 }
 
 // One unit for one chunk of an expert's rows, a part at a time: that part's records and rows stay in the
-// caches.
+// caches. Rows that go through tiles are in the panel.
 void Experts::Impl::gate_up_integer(Workspace& workspace, const Unit& at, uint32_t first_pair,
                                     uint32_t count) {
   float* dots = workspace.dots.data();
   float* part = dots + kChunkRows * kDotFloats;
   std::fill_n(dots, count * kDotFloats, 0.0f);
+  const uint32_t in_tiles = tiles != nullptr ? rows_in_tiles(count) : 0;
   Stream stream{at.gate_up, {}, 0, 0, at.down, prefetch};
   set_scales(stream, at);
   for (uint32_t first = 0; first < num_records; first += kPartRecords) {
     stream.first_record = first;
     stream.end_record = std::min(num_records, first + kPartRecords);
     stream.next = at.gate_up + static_cast<size_t>(stream.end_record) * 2 * record_bytes(layer.format);
-    part_dots(workspace, at, stream, first_pair, count, part);
+    stream.prefetch_bytes = prefetch;
+    if (in_tiles > 0) {
+      const int format = integer_index(layer.format, layer.scale_layout);
+      tiles->dots[format](stream, workspace.integer_panel.data(), num_records, in_tiles, part);
+      stream.prefetch_bytes = 0;
+    }
+    if (in_tiles < count) {
+      part_dots(workspace, at, stream, first_pair + in_tiles, count - in_tiles, part + in_tiles * kDotFloats);
+    }
     for (uint32_t i = 0; i < count * kDotFloats; ++i) dots[i] += part[i];
   }
 }

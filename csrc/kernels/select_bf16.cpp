@@ -1,7 +1,5 @@
 // Which bf16 multipliers this CPU and operating system offer, and which of them to use.
 #include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <cstdlib>
 #include <stdexcept>
@@ -20,19 +18,11 @@ bool has_avx512_bf16() {
          (eax & kAvx512Bf16);
 }
 
-// Linux saves a process's tiles only once it was asked to, which holds for all its threads from then on and
-// for the processes that it forks.
-bool ask_for_tiles() {
-  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
-  constexpr long kTileData = 18;               // XFEATURE_XTILEDATA
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-}
-
 bool has_amx_bf16() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
-  return has_avx512_bf16() && os_saves(kXcr0Tiles) && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) &&
-         (edx & kAmxBf16) && (edx & kAmxTile) && ask_for_tiles();
+  return has_avx512_bf16() && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & kAmxBf16) &&
+         (edx & kAmxTile) && may_use_tiles();
 }
 
 Bf16Tiles amx_tiles() {

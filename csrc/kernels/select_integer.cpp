@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "kernels/integer_kernels.h"
+#include "kernels/os_states.h"
 
 namespace duck {
 namespace {
@@ -15,8 +16,23 @@ bool has_avx_vnni() {
   return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & kAvxVnni);
 }
 
+bool has_amx_int8() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  constexpr unsigned kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & kAmxTile) && (edx & kAmxInt8) &&
+         may_use_tiles();
+}
+
+// AMX where it is faster, AVX512-VNNI for what it leaves.
+IntegerTable amx_table() {
+  IntegerTable table = avx512_vnni::kIntegerTable;
+  table.name = "amx_int8";
+  table.tiles = &amx_int8::kTiles;
+  return table;
+}
+
 // What goes with an ISA, from the slowest to the best. A CPU with AVX-512 but without its VNNI computes with
-// AVX2. avx512_vnni_256 is last but one: nothing but tests asks for it.
+// AVX2. Nothing but tests asks for avx512_vnni_256.
 std::vector<const IntegerTable*> available_tables(Isa isa) {
   if (isa == Isa::kScalar) return {&scalar::kIntegerTable};
   std::vector<const IntegerTable*> tables = {&avx2::kIntegerTable};
@@ -26,6 +42,9 @@ std::vector<const IntegerTable*> available_tables(Isa isa) {
   if (isa == Isa::kAvx512 && vnni_512) {
     tables.push_back(&avx512_vnni::kIntegerTable256);
     tables.push_back(&avx512_vnni::kIntegerTable);
+    static const IntegerTable amx = amx_table();
+    static const bool has_amx = has_amx_int8();
+    if (has_amx) tables.push_back(&amx);
   }
   return tables;
 }

@@ -1,5 +1,7 @@
 // Which kernels this CPU and operating system can run, and which of them to use.
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <stdexcept>
@@ -39,6 +41,12 @@ bool is_amd() {
   return answer;
 }
 
+bool ask_for_tiles() {
+  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr long kTileData = 18;               // XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
 std::string available_names() {
   std::string names;
   for (Isa isa : available_isas()) names += (names.empty() ? "" : ", ") + std::string(isa_name(isa));
@@ -48,6 +56,11 @@ std::string available_names() {
 }  // namespace
 
 bool os_saves(uint64_t states) { return (os_saved_states() & states) == states; }
+
+bool may_use_tiles() {
+  static const bool answer = os_saves(kXcr0Tiles) && ask_for_tiles();
+  return answer;
+}
 
 const char* isa_name(Isa isa) {
   switch (isa) {

@@ -15,6 +15,7 @@
 
 #include "kernels/bf16_tiles.h"
 #include "kernels/experts.h"
+#include "kernels/integer_kernels.h"
 #include "kernels/pack.h"
 #include "kernels/weight_format.h"
 #include "tests/check.h"
@@ -131,25 +132,76 @@ void test_sizes_and_threads(ScaleLayout layout) {
   }
 }
 
-// Formats of integers, of bytes that are no scale but a small one: no buffer is left, the number of threads
-// shows nowhere, nor do the multipliers, nor does what another layer's format left in the scratch memory.
+Layer integer_layer(size_t hidden, size_t intermediate, size_t experts, WeightFormat format) {
+  Layer layer{hidden, intermediate, experts, ScaleLayout::kBlock, {}, format};
+  layer.units.resize(experts * layer.expert_bytes());
+  std::minstd_rand random(5);
+  for (uint8_t& byte : layer.units) byte = (random() >> 8) & 0x3f;  // no scale but a small one
+  return layer;
+}
+
+// Every set of integer multipliers that goes with an ISA here, forced.
+template <class Test>
+void with_each_integer(const Test& test) {
+  for (Isa isa : available_isas()) {
+    for (const std::string& name : available_integer(isa)) {
+      setenv("DUCK_FORCE_INTEGER", name.c_str(), 1);
+      test(isa, name);
+      unsetenv("DUCK_FORCE_INTEGER");
+    }
+  }
+}
+
+// Formats of integers: no buffer is left, the number of threads shows nowhere, nor do the multipliers.
 void test_formats_of_integers() {
   for (auto [hidden, intermediate] : {std::pair<size_t, size_t>{31, 15}, {200, 40}, {1057, 129}}) {
     for (int format = static_cast<int>(WeightFormat::kInt8); format <= static_cast<int>(WeightFormat::kMxfp4);
          ++format) {
-      Layer layer{hidden, intermediate, 3, ScaleLayout::kBlock, {}, static_cast<WeightFormat>(format)};
-      layer.units.resize(3 * layer.expert_bytes());
-      std::minstd_rand random(5);
-      for (uint8_t& byte : layer.units) byte = (random() >> 8) & 0x3f;
+      const Layer layer = integer_layer(hidden, intermediate, 3, static_cast<WeightFormat>(format));
       for (uint32_t num_tokens : {1, 9, 30}) {
         const Step step = random_step(layer, num_tokens, 2, 1.0f);
         const auto y = run(layer, step, Isa::kScalar, 1);
-        for (Isa isa : available_isas()) {
+        with_each_integer([&](Isa isa, const std::string&) {
           for (int num_threads : {1, 3}) CHECK(same_bits(run(layer, step, isa, num_threads), y));
-        }
+        });
       }
     }
   }
+}
+
+// Whether this thread holds tiles, by the CPU's own word (XINUSE).
+bool holds_tiles() {
+  unsigned low = 0, high = 0;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(1));
+  return (low & (1u << 18)) != 0;  // TILEDATA
+}
+
+// A step of many rows leaves neither memory behind nor tiles, which an idle core would keep awake for and
+// which other code on the thread would not expect; and it computes whatever tiles that code has left.
+void test_integer_steps_leave_nothing() {
+  const Layer layer = integer_layer(96, 40, 1, WeightFormat::kInt4);
+  const Step step = random_step(layer, 60, 1, 1.0f);
+  with_each_integer([&](Isa isa, const std::string& name) {
+    std::vector<float> y(60 * 96);
+    ThreadPool pool(2, 0);
+    Experts experts({96, 40, 1, 1, 0, 3}, 60, isa, pool);
+    const int64_t before = num_allocations;
+    for (int i = 0; i < 10; ++i) experts.run(layer.view(), step.rows(96), y.data());
+    CHECK(num_allocations == before);
+    if (name != "amx_int8") return;
+    CHECK(!holds_tiles());
+    amx_int8::kTiles.begin();
+    PanelGroup panel[1] = {};
+    float dots[16 * 32];
+    Stream stream{layer.units.data(), {}, 0, 1, layer.units.data(), 0};
+    amx_int8::kTiles.dots[integer_index(WeightFormat::kInt4, ScaleLayout::kBlock)](stream, panel, 1, 16,
+                                                                                   dots);
+    CHECK(holds_tiles());  // so that the test can fail
+    const std::vector<float> expected = y;
+    experts.run(layer.view(), step.rows(96), y.data());
+    CHECK(same_bits(y, expected));
+    CHECK(!holds_tiles());
+  });
 }
 
 // Whether this CPU has bf16 multipliers; says so where it has none.
@@ -291,6 +343,7 @@ int main() {
   duck::test_sizes_and_threads(duck::ScaleLayout::kBlock);
   duck::test_sizes_and_threads(duck::ScaleLayout::kChannel);
   duck::test_formats_of_integers();
+  duck::test_integer_steps_leave_nothing();
   duck::test_no_denormals();
   if (duck::has_bf16()) {
     for (auto layout : {duck::ScaleLayout::kBlock, duck::ScaleLayout::kChannel}) {

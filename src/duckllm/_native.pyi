@@ -42,7 +42,7 @@ def select_bf16(isa: str) -> str:
 def available_integer(isa: str) -> list[str]:
     """
     Names of the integer multipliers that go with an instruction set here, from the slowest to the best:
-    scalar, avx2, avx_vnni, avx512_vnni_256, avx512_vnni. DUCK_FORCE_INTEGER names one to use.
+    scalar, avx2, avx_vnni, avx512_vnni_256, avx512_vnni, amx_int8. DUCK_FORCE_INTEGER names one to use.
     """
 
 def unit_bytes(hidden_size: int, format: str = "fp9", scale_layout: str = "block") -> int:

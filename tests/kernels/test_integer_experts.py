@@ -1,7 +1,6 @@
 """int8, int4 and mxfp4 experts against float64 on the same weights, on every set of integer multipliers.
 
-Only avx_vnni itself may be missing: avx512_vnni_256 is the same code with the same instruction's other
-encoding.
+Where avx_vnni itself is missing, avx512_vnni_256 is the same code with the same instruction's other encoding.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ def test_products_of_whole_bytes_are_exact(way: str, weight_format: str, layout:
     for hidden, intermediate in ((160, 56), (1152, 100), (70, 5)):
         layer = IntegerLayer.random(weight_format, 3, hidden, intermediate, scale_layout=layout)
         layer = layer.one_live_channel_a_stripe()
-        x = whole_bytes(11, hidden) / 64
-        _, ids, weights = random_step(layer, 11, 2)  # type: ignore[arg-type]
+        x = whole_bytes(26, hidden) / 64
+        _, ids, weights = random_step(layer, 26, 2)  # type: ignore[arg-type]
         exact, bound = integer_sums(layer, x, ids, weights, exact_bytes=True)
         experts = new_experts(layer, way, scale_layout=layer.scale_layout)
         y = experts.run(layer.pack(), x, ids, weights)
@@ -80,17 +79,27 @@ def test_errors_stay_within_the_bound(
     assert 1e-4 < np.linalg.norm(y - exact) / np.linalg.norm(exact) < 0.02  # it rounds, and no more
 
 
-@pytest.mark.parametrize("weight_format", INTEGER_FORMATS)
-def test_all_multipliers_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, weight_format: str) -> None:
-    layer = IntegerLayer.random(weight_format, 2, 1100, 40, seed=6)
+@pytest.mark.parametrize(("weight_format", "layout"), LAYOUTS)
+@pytest.mark.parametrize(("hidden", "intermediate"), [(1100, 40), (300, 330), (20, 3)])
+def test_all_multipliers_give_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, weight_format: str, layout: str | None, hidden: int, intermediate: int
+) -> None:
+    """For as many rows of an expert as fill tiles, chunks and registers, and a few more and less."""
+    layer = IntegerLayer.random(weight_format, 1, hidden, intermediate, seed=6, scale_layout=layout)
     units = layer.pack()
-    x, ids, weights = random_step(layer, 13, 1)  # type: ignore[arg-type]
+    x, ids, weights = random_step(layer, 61, 1)  # type: ignore[arg-type]
+    x[5, 3], x[14, 2], x[40] = np.inf, np.nan, 0
     results = []
     for isa, name in WAYS:
         monkeypatch.setenv("DUCK_FORCE_INTEGER", name)
-        results.append(new_experts(layer, isa).run(units, x, ids, weights))
-    for other in results[1:]:
-        assert_same_bits(results[0], other)
+        results.append(new_experts(layer, isa, scale_layout=layer.scale_layout))
+    expected = results[0].run(units, x, ids, weights)
+    assert np.isnan(expected[[5, 14]]).all()
+    assert np.isfinite(np.delete(expected, [5, 14], 0)).all()
+    for experts in results[1:]:
+        for rows in (1, 7, 8, 9, 11, 12, 15, 16, 17, 28, 33, 48, 49, 61):
+            y = experts.run(units, x[:rows], ids[:rows], weights[:rows])
+            assert_same_bits(expected[:rows], y)
 
 
 @pytest.mark.parametrize("weight_format", INTEGER_FORMATS)
@@ -140,13 +149,14 @@ def test_one_object_computes_layers_of_several_formats(isa: str) -> None:
 
 
 @pytest.mark.parametrize("weight_format", ["int8", "int4-zero", "mxfp4"])
-def test_odd_rows_stay_by_themselves(way: str, weight_format: str) -> None:
+@pytest.mark.parametrize("num_rows", [6, 18])
+def test_odd_rows_stay_by_themselves(way: str, weight_format: str, num_rows: int) -> None:
     """NaN and infinity come out in their row alone; zeros and tiny values give zero; the largest x works."""
     layer = IntegerLayer.random(weight_format, 1, 96, 20)
-    x = np.random.default_rng(1).standard_normal((6, 96)).astype(np.float32)
+    x = np.random.default_rng(1).standard_normal((num_rows, 96)).astype(np.float32)
     x[0, 40], x[1, 0], x[2] = np.nan, -np.inf, 0
     x[3] *= np.float32(2.0**-120)
-    ids, weights = np.zeros((6, 1), np.int32), np.ones((6, 1), np.float32)
+    ids, weights = np.zeros((num_rows, 1), np.int32), np.ones((num_rows, 1), np.float32)
     y = new_experts(layer, way).run(layer.pack(), x, ids, weights)
     assert np.isnan(y[:2]).all()
     assert not y[2:4].any()
@@ -157,7 +167,7 @@ def test_odd_rows_stay_by_themselves(way: str, weight_format: str) -> None:
 @pytest.mark.parametrize("weight_format", ["int8", "int4"])
 def test_bf16_x_is_what_its_f32_is(way: str, weight_format: str) -> None:
     layer = IntegerLayer.random(weight_format, 2, 100, 33)
-    x, ids, weights = random_step(layer, 10, 2)  # type: ignore[arg-type]
+    x, ids, weights = random_step(layer, 14, 2)  # type: ignore[arg-type]
     words = (x.view(np.uint32) >> 16).astype(np.uint16)
     wide = (words.astype(np.uint32) << 16).view(np.float32)
     experts = new_experts(layer, way)
@@ -169,7 +179,7 @@ def test_bf16_x_is_what_its_f32_is(way: str, weight_format: str) -> None:
 def test_slices_add_up_to_the_whole(isa: str, weight_format: str) -> None:
     layer = IntegerLayer.random(weight_format, 2, 130, 150)
     units = layer.pack()
-    x, ids, weights = random_step(layer, 9, 2)  # type: ignore[arg-type]
+    x, ids, weights = random_step(layer, 21, 2)  # type: ignore[arg-type]
     whole = new_experts(layer, isa).run(units, x, ids, weights)
     parts = [
         new_experts(layer, isa, first_stripe=first, num_stripes=count).run(units, x, ids, weights)
