@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+# Here and in processes that tests start, before NumPy and torch read it: tiny models gain nothing from a
+# library's second thread, and lose much where others want the cores too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import duckllm.demo
 from duckllm.cluster.token import TOKEN_VARIABLE
 from duckllm.weights.cache_folder import CACHE_VARIABLE
@@ -18,9 +22,6 @@ from duckllm.weights.resolve import resolve_model
 from support.moments import at_step  # noqa: F401 - a fixture
 from worker_harness import WorkerProcess, make_model, running_worker
 
-# Here and in processes that tests start: tiny models gain nothing from a library's second thread, and lose
-# much where others want the cores too.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test asks the Hugging Face hub: what looks like a model's name is refused without a look at the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 VISIBLE_GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")
