@@ -80,9 +80,10 @@ WeightFormat kernel_format(WeightFormat stored);
 // How far ahead in a stream this CPU's threads prefetch best; docs/performance.md has the sweeps.
 uint32_t prefetch_bytes();
 
-// Whether this CPU's threads prefetch best into the second-level cache: AMD's Zen 3 and Zen 4 (family 25),
-// where a prefetch into the first takes one of its few miss registers for as long as the memory takes, which
-// held a core of Zen 4 to 15 of the 24 GB/s that it can read. Zen 5 is slower so (docs/performance.md).
+// Whether this CPU's threads prefetch best into the second-level cache: AMD's Zen 3 and Zen 4 (family 25) and
+// Intel's cores with AVX-512, where a prefetch into the first takes one of its few miss registers for as long
+// as the memory takes, which held a core of Zen 4 to 15 of the 24 GB/s that it can read. Zen 5 is slower so
+// (docs/performance.md).
 extern const bool kPrefetchesFurtherOut;
 
 // The table of an ISA. Calling its kernels is right only where isa_available(isa).

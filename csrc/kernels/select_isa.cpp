@@ -119,7 +119,7 @@ WeightFormat kernel_format(WeightFormat stored) {
   return stored == WeightFormat::kFp8 && !denormals_are_fast() ? WeightFormat::kFp8Normal : stored;
 }
 
-const bool kPrefetchesFurtherOut = is_amd() && cpu_family() == 25;
+const bool kPrefetchesFurtherOut = is_amd() ? cpu_family() == 25 : isa_available(Isa::kAvx512);
 
 uint32_t prefetch_bytes() { return is_amd() ? 8192 : 4096; }
 
