@@ -361,7 +361,7 @@ def build_engine(
     length = memory.max_model_len
     tensors = HostTensors(model.path)
     on = torch.device(device.name)
-    torch.set_num_threads(host_threads or _host_threads(tensors, num_here > 0))
+    torch.set_num_threads(host_threads or _host_threads(tensors))
     if cluster is None:
         experts, view = _experts_here(model, config, on)
     else:
@@ -419,14 +419,14 @@ def _arithmetic(config: ClusterConfig, step_config: StepConfig, info: ClusterInf
     return f"wire {config.wire_dtype}, replies {config.reply_dtype}, prefill {prefill}{stateless}"
 
 
-def _host_threads(tensors: HostTensors, shares_cores: bool) -> int:
-    """Threads for the host's layers; workers started here take turns with them on the same cores."""
+def _host_threads(tensors: HostTensors) -> int:
+    """Threads for the host's layers: all cores, as workers started here wait while these compute."""
     num_elements = sum(
         math.prod(tensors.shape(name)) for name in tensors.names() if "embed_tokens" not in name
     )
     if num_elements < _ONE_THREAD_ELEMENTS:
         return 1
-    return max(1, available_cores() // 2 if shares_cores else available_cores())
+    return available_cores()
 
 
 def _experts_here(
