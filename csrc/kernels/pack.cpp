@@ -4,10 +4,9 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <cmath>
 #include <cstring>
-#include <limits>
 
+#include "kernels/scale_blocks.h"
 #include "kernels/weight_format.h"
 
 static_assert(std::endian::native == std::endian::little, "the payload is little-endian");
@@ -143,26 +142,15 @@ uint8_t e4m3_from_f32(float value) {
 }
 
 void quantize_e4m3_blocks(const float* weights, size_t rows, size_t columns, uint8_t* bytes, float* scales) {
-  const size_t column_blocks = ceil_div(columns, kScaleBlock);
-  for (size_t first_row = 0; first_row < rows; first_row += kScaleBlock) {
-    const size_t end_row = std::min<size_t>(first_row + kScaleBlock, rows);
-    for (size_t first_column = 0; first_column < columns; first_column += kScaleBlock) {
-      const size_t end_column = std::min<size_t>(first_column + kScaleBlock, columns);
-      float amax = 0.0f;
-      for (size_t row = first_row; row < end_row; ++row) {
-        for (size_t column = first_column; column < end_column; ++column) {
-          amax = std::max(amax, std::fabs(weights[row * columns + column]));
-        }
-      }
-      const float scale = amax == 0.0f ? 1.0f : std::max(amax / 448.0f, std::numeric_limits<float>::min());
-      scales[first_row / kScaleBlock * column_blocks + first_column / kScaleBlock] = scale;
-      for (size_t row = first_row; row < end_row; ++row) {
-        for (size_t column = first_column; column < end_column; ++column) {
-          bytes[row * columns + column] = e4m3_from_f32(weights[row * columns + column] / scale);
-        }
+  scale_blocks(weights, rows, columns, 448.0f, scales, [&](ScaledBlock block) {
+    for (size_t row = block.first_row; row < block.end_row; ++row) {
+      const float* from = weights + row * columns;
+      uint8_t* to = bytes + row * columns;
+      for (size_t column = block.first_column; column < block.end_column; ++column) {
+        to[column] = e4m3_from_f32(from[column] / block.scale);
       }
     }
-  }
+  });
 }
 
 }  // namespace duck

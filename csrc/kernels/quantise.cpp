@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <limits>
 
+#include "kernels/scale_blocks.h"
 #include "kernels/weight_format.h"
 
 namespace duck {
@@ -52,42 +52,28 @@ RoundingSums quantise_int8_blocks(const float* weights, size_t rows, size_t colu
                                   float* scales) {
   RoundingSums sums;
   constexpr float kRounder = 0x1.8p23f;
-  const size_t column_blocks = ceil_div(columns, kScaleBlock);
-  for (size_t first_row = 0; first_row < rows; first_row += kScaleBlock) {
-    const size_t end_row = std::min<size_t>(first_row + kScaleBlock, rows);
-    for (size_t first_column = 0; first_column < columns; first_column += kScaleBlock) {
-      const size_t end_column = std::min<size_t>(first_column + kScaleBlock, columns);
-      float amax = 0.0f;
-      for (size_t row = first_row; row < end_row; ++row) {
-        for (size_t column = first_column; column < end_column; ++column) {
-          const float magnitude = std::fabs(weights[row * columns + column]);
-          amax = magnitude > amax ? magnitude : amax;
-        }
+  scale_blocks(weights, rows, columns, 127.0f, scales, [&](ScaledBlock block) {
+    float worst = 0.0f;
+    for (size_t row = block.first_row; row < block.end_row; ++row) {
+      const float* from = weights + row * columns;
+      uint8_t* to = codes + row * columns;
+      double errors = 0.0, sources = 0.0;  // squares may be beyond f32, or 0 in it
+      uint32_t flushed = 0;
+      for (size_t column = block.first_column; column < block.end_column; ++column) {
+        const float q = (from[column] / block.scale + kRounder) - kRounder;
+        to[column] = static_cast<uint8_t>(static_cast<int32_t>(q) + kInt8CodeOfZero);
+        const float error = std::fabs(q * block.scale - from[column]);
+        errors += static_cast<double>(error) * error;
+        sources += static_cast<double>(from[column]) * from[column];
+        worst = error > worst ? error : worst;
+        flushed += q == 0.0f && from[column] != 0.0f;
       }
-      const float scale = amax == 0.0f ? 1.0f : std::max(amax / 127.0f, std::numeric_limits<float>::min());
-      scales[first_row / kScaleBlock * column_blocks + first_column / kScaleBlock] = scale;
-      float worst = 0.0f;
-      for (size_t row = first_row; row < end_row; ++row) {
-        const float* from = weights + row * columns;
-        uint8_t* to = codes + row * columns;
-        double errors = 0.0, sources = 0.0;  // squares may be beyond f32, or 0 in it
-        uint32_t flushed = 0;
-        for (size_t column = first_column; column < end_column; ++column) {
-          const float q = (from[column] / scale + kRounder) - kRounder;
-          to[column] = static_cast<uint8_t>(static_cast<int32_t>(q) + kInt8CodeOfZero);
-          const float error = std::fabs(q * scale - from[column]);
-          errors += static_cast<double>(error) * error;
-          sources += static_cast<double>(from[column]) * from[column];
-          worst = error > worst ? error : worst;
-          flushed += q == 0.0f && from[column] != 0.0f;
-        }
-        sums.squared_error += errors;
-        sums.squared_source += sources;
-        sums.flushed += flushed;
-      }
-      if (amax != 0.0f) sums.max_relative = std::max(sums.max_relative, worst / amax);
+      sums.squared_error += errors;
+      sums.squared_source += sources;
+      sums.flushed += flushed;
     }
-  }
+    if (block.largest != 0.0f) sums.max_relative = std::max(sums.max_relative, worst / block.largest);
+  });
   return sums;
 }
 

@@ -13,6 +13,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "kernels/amx_bf16/kernels.h"
 #include "kernels/bf16_tiles.h"
 #include "kernels/experts.h"
 #include "kernels/integer_kernels.h"
@@ -197,6 +198,7 @@ void test_integer_steps_leave_nothing() {
     amx_int8::kTiles.dots[integer_index(WeightFormat::kInt4, ScaleLayout::kBlock)](stream, panel, 1, 16,
                                                                                    dots);
     CHECK(holds_tiles());  // so that the test can fail
+    amx_bf16::begin();     // tiles of other shapes
     const std::vector<float> expected = y;
     experts.run(layer.view(), step.rows(96), y.data());
     CHECK(same_bits(y, expected));
