@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from duckllm import LLM, SamplingParams
+from duckllm.cli.main import app
 from duckllm.demo import load_questions
 from duckllm.engine.kv_cache import PAGE_TOKENS
 from duckllm.outputs import CachedTokens
@@ -18,18 +20,7 @@ from duckllm.outputs import CachedTokens
 GREEDY = SamplingParams(temperature=0, max_tokens=60, logprobs=3)
 TOKENS = 900
 FIRST, PREVIOUS = "What was my first question?", "What was my previous question?"
-SESSION = [
-    sys.executable,
-    "-m",
-    "duckllm",
-    "chat",
-    "--session",
-    "ducks",
-    "--workers",
-    "0",
-    "--json",
-    "--prompt",
-]
+SESSION = ["chat", "--session", "ducks", "--workers", "0", "--json", "--prompt"]
 
 
 def talk_past(llm: LLM) -> list[dict[str, str]]:
@@ -84,14 +75,12 @@ def test_the_first_question_is_remembered_from_every_tier(demo_folder: Path, tmp
 def test_a_session_goes_on_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DUCKLLM_SESSION_DIR", str(tmp_path))
 
-    def ask(question: str) -> dict[str, object]:
-        done = subprocess.run([*SESSION, question], capture_output=True, text=True, check=True)
-        facts: dict[str, object] = json.loads(done.stdout)
-        return facts
-
-    assert ask("List all prime numbers below 127.")["num_cached_tokens"] == 0
+    here = CliRunner().invoke(app, [*SESSION, "List all prime numbers below 127."])
+    assert here.exit_code == 0, here.output
+    assert json.loads(here.stdout)["num_cached_tokens"] == 0
     kept = json.loads((tmp_path / "ducks" / "conversation.json").read_text())
-    second = ask(FIRST)
+    command = [sys.executable, "-m", "duckllm", *SESSION, FIRST]
+    second = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert second["text"] == "List all prime numbers below 127."
     num_full = (len(kept["token_ids"]) - 1) // PAGE_TOKENS
     assert num_full > 5

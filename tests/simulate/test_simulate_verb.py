@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from duckllm.cli.main import app
 from duckllm.cli.simulate import describe_node, parse_slow, simulate
 from duckllm.errors import ConfigError
 from duckllm.simulate.nodes import Node
@@ -19,11 +19,10 @@ from duckllm.simulate.nodes import Node
 def test_the_demo_model_on_two_sizes_of_flock(tmp_path: Path) -> None:
     picture, lines = tmp_path / "simulated.png", tmp_path / "lines.jsonl"
     sizes = ["--workers", "4,2", "--rows", "1,2", "--steps", "10", "--layer-us", "100"]
-    done = subprocess.run(
-        [sys.executable, "-m", "duckllm", "simulate", *sizes, "--json", "--plot", picture, "--save", lines],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(
+        app, ["simulate", *sizes, "--json", "--plot", str(picture), "--save", str(lines)]
+    )
+    assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert json.loads(lines.read_text()) == found
     assert (found["benchmark"], found["host_gbit_per_s"], found["num_steps"]) == ("simulate", 10.0, 10)
