@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -58,12 +59,15 @@ class Machine:
         self, stack: ExitStack, folder: Path, name: str, number: int, options: list[str], args: Any
     ) -> None:
         self.name, self.log, self._control = name, folder / f"{name}.console", folder / f"{name}.qmp"
+        self._keyboard = folder / f"{name}.serial"
         tap = f"tap{number}"
         call("ip", "tuntap", "add", tap, "mode", "tap")
         call("ip", "link", "set", tap, "master", "br0", "up")
         command = ["qemu-system-x86_64", "-machine", f"q35,accel={args.accel}", "-cpu", args.cpu, "-smp", "1"]
         command += ["-m", str(args.memory), "-display", "none", "-vga", "std", "-monitor", "none"]
-        command += ["-serial", f"file:{self.log}", "-qmp", f"unix:{self._control},server=on,wait=off"]
+        serial = f"socket,id=serial,path={self._keyboard},server=on,wait=off,logfile={self.log}"
+        command += ["-chardev", serial, "-serial", "chardev:serial"]
+        command += ["-qmp", f"unix:{self._control},server=on,wait=off"]
         command += ["-device", "i6300esb", "-netdev", f"tap,id=net,ifname={tap},script=no,downscript=no"]
         command += ["-device", f"virtio-net-pci,netdev=net,mac=52:54:00:77:00:{number:02x}", *options]
         self.started = time.monotonic()
@@ -97,6 +101,13 @@ class Machine:
                 file.flush()
             file.readline()
 
+    def type(self, line: str) -> None:
+        """A line for the shell of an image that has one."""
+        with socket.socket(socket.AF_UNIX) as keyboard:
+            keyboard.connect(str(self._keyboard))
+            keyboard.sendall(line.encode() + b"\n")
+            time.sleep(1.0)
+
     def address(self) -> str:
         """The address that it said it has."""
         return re.findall(r"node: \w+ has ([0-9.]+)/", self.text())[-1]
@@ -119,13 +130,18 @@ def open_tcp_ports(address: str) -> list[int]:
     return found
 
 
-def network(stack: ExitStack, folder: Path, image: Path) -> None:
-    """The bridge, a DHCP server in a namespace of its own, and what hands the image out."""
+def bridge() -> None:
+    """The network of the machines, and this one's two addresses in it."""
     call("ip", "link", "set", "lo", "up")
     call("ip", "link", "add", "br0", "type", "bridge")
     call("ip", "addr", "add", f"{NET}.1/24", "dev", "br0")
     call("ip", "addr", "add", f"{NET}.3/24", "dev", "br0")
     call("ip", "link", "set", "br0", "up")
+
+
+def network(stack: ExitStack, folder: Path, image: Path) -> None:
+    """The bridge, a DHCP server in a namespace of its own, and what hands the image out."""
+    bridge()
     server = f"duckdhcp{os.getpid()}"
     call("ip", "netns", "add", server)
     stack.callback(subprocess.run, ["ip", "netns", "del", server], check=False)
@@ -167,7 +183,6 @@ def cache_disk(folder: Path) -> Path:
 
 def inside(args: Any) -> None:
     """All of it, in the namespace."""
-    os.environ["DUCK_FORCE_ISA"] = args.isa  # what an emulated CPU has, so that bits can be compared
     from duckllm import LLM, SamplingParams
     from duckllm.bench.machine import commit, cpu_name
     from duckllm.errors import AuthenticationError
@@ -258,7 +273,7 @@ def inside(args: Any) -> None:
         print(json.dumps(result))
 
 
-def reset_in_an_answer(llm: Any, node: Machine, expected: list[int], params: Any) -> float:
+def reset_in_an_answer(llm: Any, node: Any, expected: list[int], params: Any) -> float:
     """Resets a node while it computes an answer; how long the answer stood still, seconds."""
     tokens: list[int] = []
     pause, last = 0.0, time.monotonic()
@@ -283,9 +298,10 @@ def shown(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith(("node: ", "worker: "))]
 
 
-def main() -> None:
+def in_a_namespace(description: str | None, inside: Callable[[Any], None], programs: Sequence[str]) -> None:
+    """Parses the command line and calls ``inside`` in a network namespace of its own."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("image", type=Path, help="folder that duckllm node-image build wrote")
     parser.add_argument("--memory", type=int, default=512, help="MiB of each machine")
@@ -298,19 +314,20 @@ def main() -> None:
     args = parser.parse_args()
     args.image = args.image.resolve()
     if args.inside:
+        os.environ["DUCK_FORCE_ISA"] = args.isa  # what an emulated CPU has, so that bits can be compared
         inside(args)
         return
     need(os.geteuid() == 0, "run as root: it makes network namespaces")
-    for program in ("qemu-system-x86_64", "ip", "dnsmasq", "mcopy", "mke2fs"):
+    for program in programs:
         need(shutil.which(program) is not None, f"{program} is installed")
     name = f"duckimage{os.getpid()}"
     call("ip", "netns", "add", name)
     try:
-        again = [sys.executable, __file__, *sys.argv[1:], "--inside"]
+        again = [sys.executable, *sys.argv, "--inside"]
         sys.exit(subprocess.run(["ip", "netns", "exec", name, *again], check=False).returncode)
     finally:
         subprocess.run(["ip", "netns", "del", name], check=False)
 
 
 if __name__ == "__main__":
-    main()
+    in_a_namespace(__doc__, inside, ("qemu-system-x86_64", "ip", "dnsmasq", "mcopy", "mke2fs"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import lzma
 import os
 import shutil
 import signal
@@ -24,7 +25,7 @@ from duckllm.node_image.packages import (
     suite_for,
     wanted_modules,
 )
-from duckllm.node_image.tree import compile_library, settle
+from duckllm.node_image.tree import compile_library, copy_initramfs, name_old_places, settle
 
 DEPENDENCIES = """\
 kernel/net/core/a.ko:
@@ -52,6 +53,31 @@ def test_modules_come_with_what_they_need() -> None:
     ]
     assert missing == ["nothing"]
     assert module_name("kernel/x/snd-hda.ko.zst") == "snd_hda"
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_modules_of_every_release_are_plain_files_of_the_initramfs(tmp_path: Path, merged: bool) -> None:
+    """Debian 12 has plain modules in /lib; Debian 13 compressed ones in /usr/lib, and no /lib."""
+    debian, target, usr = tmp_path / "debian", tmp_path / "target", "usr/" if merged else ""
+    modules = debian / f"{usr}lib/modules/6.9"
+    content = b"\x7fELF of a driver" * 99
+    suffix = ".xz" if merged else ""
+    (modules / "kernel").mkdir(parents=True)
+    (modules / f"kernel/igc.ko{suffix}").write_bytes(lzma.compress(content) if merged else content)
+    (modules / "modules.builtin").write_text("kernel/fs/loop.ko\n")
+    (modules / "modules.dep").write_text(f"kernel/igc.ko{suffix}:\n")
+    (debian / f"{usr}bin").mkdir(parents=True)
+    (debian / f"{usr}bin/busybox").write_text("busybox")
+    target.mkdir()
+    name_old_places(debian)
+    ran: list[list[str]] = []
+    missing = copy_initramfs(
+        debian, target, ["igc", "loop", "nothing"], lambda words: ran.append(words) or ""
+    )
+    assert missing == ["nothing"]
+    assert (target / "lib/modules/6.9/kernel/igc.ko").read_bytes() == content
+    assert (target / "bin/busybox").read_text() == "busybox"
+    assert ran == [["depmod", "-b", str(folder), "6.9"] for folder in (debian, target)]
 
 
 def test_a_keyboard_only_where_there_is_a_shell() -> None:

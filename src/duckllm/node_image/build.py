@@ -25,7 +25,14 @@ from duckllm.errors import ConfigError
 from duckllm.node_image.packages import PACKAGES, SUITES, suite_for, this_python, wanted_modules
 from duckllm.node_image.programs import BuildError, check_programs, ended_in_order, run
 from duckllm.node_image.settings import MEDIUM_LABEL, merge, read_file
-from duckllm.node_image.tree import check_imports, compile_library, copy_initramfs, copy_root, settle
+from duckllm.node_image.tree import (
+    check_imports,
+    compile_library,
+    copy_initramfs,
+    copy_root,
+    name_old_places,
+    settle,
+)
 
 # Cores but the first have no timer tick, no interrupts and no other work; on a single core the kernel says
 # that there are none, and goes on. A panic starts the node again. Lockdown takes ways into the kernel from
@@ -105,6 +112,7 @@ def build(out: Path, options: BuildOptions, tell: Callable[[str], None]) -> dict
         if len(list((debian / "boot").glob("vmlinuz-*"))) != 1:  # of a build that was interrupted
             expected = "a folder that is empty, or that a build has filled to the end"
             raise ConfigError("packages", str(debian), expected)
+        name_old_places(debian)
         tell("files of the node")
         root, first = work / "root", work / "first"
         root.mkdir()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import lzma
 import os
 import shutil
 import subprocess
@@ -62,6 +63,13 @@ _NUMPY_UNUSED_COMPILED = ("_simd.", "_multiarray_tests.", "_umath_tests.", "_rat
 def can_announce() -> bool:
     """Whether the packages are here by which a node announces itself."""
     return all(importlib.util.find_spec(name) is not None for name in ANNOUNCING)
+
+
+def name_old_places(debian: Path) -> None:
+    """Has extracted packages whose files are all in /usr be found in /bin, /lib and the like, too."""
+    for name in ("bin", "lib", "lib64", "sbin"):
+        if not (debian / name).exists() and (debian / "usr" / name).exists():
+            (debian / name).symlink_to(f"usr/{name}")
 
 
 def copy_root(debian: Path, root: Path, *, shell: bool) -> None:
@@ -128,8 +136,10 @@ def copy_initramfs(
     chosen, missing = choose_modules(names, dependencies)
     there = target / "lib/modules" / version
     for path in chosen:
-        (there / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(modules / path, there / path)
+        plain = path.removesuffix(".xz")  # as of Debian 13; all together are compressed below
+        content = (modules / path).read_bytes()
+        (there / plain).parent.mkdir(parents=True, exist_ok=True)
+        (there / plain).write_bytes(content if plain == path else lzma.decompress(content))
     for name in ("modules.order", "modules.builtin", "modules.builtin.modinfo"):
         if (modules / name).exists():
             shutil.copyfile(modules / name, there / name)
