@@ -25,8 +25,29 @@ BINDINGS_NEED = (
     *("typing-extensions==4.16.0", "diskcache==5.6.3", "jinja2==3.1.6", "markupsafe==3.0.4"),
     *("pyyaml==6.0.4", "requests==2.34.2", "tqdm==4.70.1"),
 )
-# What "avx2" means to ggml's build; without it the compiler takes what this CPU has.
-GGML_AVX2 = ["-DGGML_NATIVE=OFF"] + [f"-DGGML_{name}=ON" for name in ("AVX", "AVX2", "FMA", "F16C", "BMI2")]
+AVX2_PARTS = ("AVX", "AVX2", "FMA", "F16C", "BMI2")
+AVX512_PARTS = ("AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16", "AVX_VNNI")
+
+
+def ggml_options(isa: str, cpu_flags: str) -> list[str]:
+    """What ggml is built for: its AVX2 paths, or all that this CPU has but AMX.
+
+    Built by GCC 12, the AMX paths of this version end its process by a general protection fault.
+    """
+    if isa == "avx2":
+        parts = AVX2_PARTS
+    elif "amx_tile" in cpu_flags:
+        parts = (*AVX2_PARTS, *AVX512_PARTS)
+    else:
+        return ["-DGGML_NATIVE=ON"]
+    return ["-DGGML_NATIVE=OFF", *(f"-DGGML_{part}=ON" for part in parts)]
+
+
+def read_cpu_flags() -> str:
+    """The first CPU's flags as the system names them."""
+    return next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
+
+
 
 # Parts of the archive, by how their names begin.
 LLAMA_FOLDER = "vendor/llama.cpp/"
@@ -41,7 +62,7 @@ LLAMA_SOURCES = (
 )
 # Of llama.cpp the library alone, with the client and the server of RPC.
 LLAMA_OPTIONS = [
-    *("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DGGML_NATIVE=ON", "-DGGML_RPC=ON"),
+    *("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DGGML_RPC=ON"),
     *(f"-DLLAMA_BUILD_{part}=OFF" for part in ("COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER", "APP")),
 ]
 # The archive has neither its tests nor its examples.
@@ -120,8 +141,8 @@ class PeerEnvironment:
             # The archive lacks this template of a file that nothing here reads.
             (sources / "ggml.pc.in").touch()
             self._progress(f"building ggml of {LLAMA_CPP} for {isa} (a minute or two)")
-            options = GGML_AVX2 if isa == "avx2" else ["-DGGML_NATIVE=ON"]
-            self._build(sources, build, [*GGML_OPTIONS, *options], ["ggml-base", "ggml-cpu"])
+            options = [*GGML_OPTIONS, *ggml_options(isa, read_cpu_flags())]
+            self._build(sources, build, options, ["ggml-base", "ggml-cpu"])
         return build / "src"
 
     def llama_cpp_with_rpc(self) -> LlamaCppLibraries:
@@ -135,7 +156,8 @@ class PeerEnvironment:
         sources, build = self._llama_cpp_sources("llama-sources", LLAMA_SOURCES), self._folder / "llama"
         if not (build / "complete").exists():
             self._progress(f"building llama.cpp of {LLAMA_CPP} with RPC (ten minutes of one core)")
-            self._build(sources / LLAMA_FOLDER, build, LLAMA_OPTIONS, ["llama", "ggml-rpc"])
+            options = [*LLAMA_OPTIONS, *ggml_options("native", read_cpu_flags())]
+            self._build(sources / LLAMA_FOLDER, build, options, ["llama", "ggml-rpc"])
         return LlamaCppLibraries(build / "bin", sources)
 
     def _build(self, sources: Path, build: Path, options: list[str], targets: list[str]) -> None:
