@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 from duckllm import assembly
 from duckllm.cli import main as main_module
 from duckllm.cli.main import app
+from duckllm.config import total_memory_bytes
 from duckllm.device import Device
 from duckllm.errors import AuthenticationError, ConfigError, InWords, PlacementError
-from duckllm.forecast.flock import read_flock
+from duckllm.forecast.flock import GIB, read_flock
 from duckllm.models.inspection import inspect_model
 from duckllm.weights.convert import convert
 from duckllm.weights.formats import LayerFormat
@@ -128,6 +129,12 @@ def test_plan_asks_running_workers(demo_folder: Path, tmp_path: Path) -> None:
         (12.5, facts["workers"][0]["isa"].partition("+")[0], "host"),
         (37.5, "scalar", "host"),
     ]
+    assert [each.name.partition(" at ")[2] for each in flock.nodes] == [
+        str(first.address),
+        str(second.address),
+    ]
+    parts = [each.memory_gib for each in (flock.host, *flock.nodes)]
+    assert parts == [round(total_memory_bytes() / 3 / GIB, 2)] * 3
     planned = json.loads(run("plan", demo_folder, "--nodes", written, "--json"))
     assert [row["node"] for row in planned["workers"]] == [node.name for node in flock.nodes]
     assert "forecast" in planned

@@ -183,10 +183,10 @@ def test_a_file_is_written_of_workers_that_run(monkeypatch: pytest.MonkeyPatch) 
         Computer("attic", 4, 30.0, 400.0, 16.0, 2.5, "avx2", 91.23),
         Computer('st"udy', 2, 30.0, 200.0, 8.0, 1.0, "scalar", 91.23, "b"),
         Computer("b:2", 2, 20.0, 200.0, 8.0, 1.0, "avx2", 91.23, "b"),
-        Computer("127.0.0.1:1", 1, 11.0, 100.0, 16.0, 1.0, "avx2", 91.23, "host"),
+        Computer("127.0.0.1:1", 1, 11.0, 100.0, 8.0, 1.0, "avx2", 91.23, "host"),
     )
     assert flock.machines == {"b": Machine(4, 30.0), "host": Machine(cores, 50.0)}
-    memory_gib = round(total_memory_bytes() / GIB, 2)
+    memory_gib = round(total_memory_bytes() / 2 / GIB, 2)
     assert flock.host == Computer("host", cores, 50.0, 100.0 * cores, memory_gib, 2.5, isa, machine="host")
     assert flock.card is None
     assert text.count("# an assumption: nothing here says it") == 2

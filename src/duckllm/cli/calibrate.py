@@ -122,7 +122,7 @@ def calibrate(
         return
     print(
         f"{output}: {num_tokens} tokens of {count_of(len(chosen), 'passage')}, {len(sums)} layers, "
-        f"{show_size(output.stat().st_size)}; {unseen} of {outcome['experts']} experts were never chosen"
+        f"{show_size(output.stat().st_size)}; {unseen} of {outcome['experts']} experts not chosen once"
     )
 
 

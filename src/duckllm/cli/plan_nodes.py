@@ -99,12 +99,16 @@ def nodes_text(
     links = {place: link_of(place) for place in dict.fromkeys(places)}
     is_here = {place: link.words == "loopback" for place, link in links.items()}
     shared = Counter(_HERE if is_here[place] else place for place in places)
+    if _HERE in shared:
+        shared[_HERE] += 1  # the host itself
+    called = [_name(names.get(info.address) or info.name, info.address) for info, _ in asked]
+    times_called = Counter(called)
     isas = {_isa(info) for info, _ in asked} & set(_native.available_isas()) | {_native.select_isa()}
     gflop_of_core = _gflop_of_core(sorted(isas))
     read_here = this_machine_gb_per_s()
     machines: dict[str, Machine] = {}
     nodes = []
-    for (info, trip), place in zip(asked, places, strict=True):
+    for (info, trip), place, name in zip(asked, places, called, strict=True):
         machine = _HERE if is_here[place] else place
         shares = is_here[place] or shared[machine] > 1
         rate = links[place].gbit_per_s
@@ -119,8 +123,10 @@ def nodes_text(
         }
         if info.read_gb_per_s is None:
             notes["read_gb_per_s"] = "duckllm bench roofline there measures it"
+        if shared[machine] > 1:
+            notes["memory_gib"] = _part_of(info.memory_bytes, shared[machine])
         values: dict[str, str | float | None] = {
-            "name": _name(names.get(info.address) or info.name, info.address),
+            "name": name if times_called[name] == 1 else f"{name} at {info.address}",
             "cores": info.threads,
             "isa": _isa(info),
             "read_gb_per_s": _rounded(info.read_gb_per_s),
@@ -141,7 +147,11 @@ def nodes_text(
     rates = [link.gbit_per_s for link in links.values() if link.gbit_per_s]
     host = _host(device, read_here, gflop_of_core[_native.select_isa()], max(rates, default=None))
     if _HERE in machines:
-        host = WrittenComputer({**host.values, "machine": _HERE}, host.notes)
+        total = total_memory_bytes()
+        host = WrittenComputer(
+            {**host.values, "machine": _HERE, "memory_gib": _rounded(total / shared[_HERE] / _GIB)},
+            {**host.notes, "memory_gib": _part_of(total, shared[_HERE])},
+        )
     title = "Written by duckllm plan --write-nodes; docs/planning.md says what each field is."
     missing = [f"host's {name}" for name in host.missing]
     missing += [f"{node.values['name']}'s {name}" for node in nodes for name in node.missing]
@@ -186,6 +196,11 @@ def _isa(info: WorkerInfo) -> str:
 
 def _name(name: str, address: str) -> str:
     return name if name and name.isprintable() and len(name) <= 100 else address
+
+
+def _part_of(memory_bytes: int, programs: int) -> str:
+    total = memory_bytes / _GIB
+    return f"of the machine's {total:.2f}, in equal parts for {programs} programs: move it among them"
 
 
 def _rounded(value: float | None) -> float | None:
