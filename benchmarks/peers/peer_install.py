@@ -48,7 +48,6 @@ def read_cpu_flags() -> str:
     return next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
 
 
-
 # Parts of the archive, by how their names begin.
 LLAMA_FOLDER = "vendor/llama.cpp/"
 GGML_SOURCES = (f"{LLAMA_FOLDER}ggml/",)
