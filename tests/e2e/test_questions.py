@@ -49,8 +49,9 @@ def test_every_token_of_every_answer_is_the_likeliest(llm: LLM) -> None:
         token_ids = llm.tokenizer.apply_chat_template([user(question.question), reply])
         assert token_ids[: len(prompt)] == prompt
         token_ids = token_ids[: token_ids.index(end, len(prompt)) + 1]
-        logits = all_logits(llm._engine.model, token_ids[:-1], llm._engine.scheduler.max_step_tokens)
-        likeliest = logits[len(prompt) - 1 :].argmax(dim=-1).tolist()
+        step_tokens = llm._engine.scheduler.max_step_tokens
+        logits = all_logits(llm._engine.model, token_ids[:-1], step_tokens, first=len(prompt) - 1)
+        likeliest = logits.argmax(dim=-1).tolist()
         if likeliest != token_ids[len(prompt) :]:
             wrong.append((question.question, llm.tokenizer.decode(likeliest), question.answer))
     assert wrong == []

@@ -35,8 +35,8 @@ def build_model(folder: Path, experts: ExpertExecutor | None = None, max_tokens:
     return load_model(load_config(folder), HostTensors(folder), experts, max_tokens=max_tokens)
 
 
-def all_logits(model: CausalLM, token_ids: list[int], step_tokens: int) -> torch.Tensor:
-    """Logits at every position, computed ``step_tokens`` at a time through the KV cache."""
+def all_logits(model: CausalLM, token_ids: list[int], step_tokens: int, first: int = 0) -> torch.Tensor:
+    """Logits at every position from ``first`` on, computed ``step_tokens`` at a time through the KV cache."""
     cache = model.new_kv_cache(len(token_ids))
     # Whatever is read before it is written shows.
     for layer in cache:
@@ -45,7 +45,9 @@ def all_logits(model: CausalLM, token_ids: list[int], step_tokens: int) -> torch
     tokens = torch.tensor(token_ids)
     return torch.cat(
         [
-            model.compute_logits(model.forward(chunk, [SequenceStep.of(0, start, len(chunk))], cache))
+            model.compute_logits(
+                model.forward(chunk, [SequenceStep.of(0, start, len(chunk))], cache)[max(0, first - start) :]
+            )
             for start, chunk in zip(
                 range(0, len(token_ids), step_tokens), tokens.split(step_tokens), strict=True
             )

@@ -73,7 +73,7 @@ def stream(tokenizer: Tokenizer, ids: list[int]) -> tuple[list[str], str]:
     return [detokenizer.push(token_id) for token_id in ids], detokenizer.flush()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(text=TEXTS)
 def test_joined_deltas_are_the_decoded_text(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
@@ -84,7 +84,7 @@ def test_joined_deltas_are_the_decoded_text(tokenizer: Tokenizer, text: str) -> 
     assert joined.count(REPLACEMENT) == text.count(REPLACEMENT)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=TEXTS, data=st.data())
 def test_characters_come_once_whole(tokenizer: Tokenizer, text: str, data: st.DataObject) -> None:
     ids = tokenizer.encode(text)
@@ -98,7 +98,7 @@ def test_characters_come_once_whole(tokenizer: Tokenizer, text: str, data: st.Da
         assert so_far == shown
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_any_tokens_stream_as_they_decode(tokenizer: Tokenizer, data: st.DataObject) -> None:
     """Special tokens, ids that no token has and bytes in any order included."""
@@ -116,7 +116,7 @@ def test_any_tokens_stream_as_they_decode(tokenizer: Tokenizer, data: st.DataObj
     assert ("".join(deltas) + rest).count(REPLACEMENT) == spelled.count(REPLACEMENT)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=TEXTS, data=st.data())
 def test_whole_characters_decode_as_transformers_decodes_them(
     byte_fallback: Tokenizer, text: str, data: st.DataObject
@@ -141,7 +141,7 @@ def test_an_added_token_breaks_a_character_and_is_whole_itself(byte_level_added:
     assert rest == ""
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ids=st.lists(st.integers(0, 20) | st.integers(0, 8191), max_size=30))
 def test_special_tokens_are_streamed_where_they_are_asked_for(tokenizer: Tokenizer, ids: list[int]) -> None:
     detokenizer = StreamingDetokenizer(tokenizer, skip_special_tokens=False)

@@ -27,7 +27,7 @@ def longest_beginning(text: str, stops: list[str]) -> int:
     )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(pieces=PIECES, stops=STOPS, include=st.booleans(), num_free=st.integers(0, 4))
 def test_any_pieces_are_cut_as_the_whole_text(
     pieces: list[str], stops: list[str], include: bool, num_free: int

@@ -116,7 +116,7 @@ def qwen_reference(tokens: list[bytes]) -> tiktoken.Encoding:
     return reference(tokens, QWEN_PATTERN, qwen_special(len(tokens)))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(text=TEXTS)
 def test_kimis_ids_are_those_of_tiktoken(
     kimi: Tokenizer, kimi_reference: tiktoken.Encoding, text: str
@@ -165,7 +165,7 @@ def check_cuts(cutting: tuple[Tokenizer, tiktoken.Encoding, bool], text: str) ->
     assert tokenizer.encode("x" + text) == encoding.encode("x" + composed, allowed_special="all")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(text=TEXTS)
 def test_texts_are_cut_as_tiktoken_cuts_them(
     cutting: tuple[Tokenizer, tiktoken.Encoding, bool], text: str
