@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -120,3 +121,23 @@ def test_read_only_inputs_are_fine(new_experts: NewExperts) -> None:
     for array in step:
         array.flags.writeable = False
     np.testing.assert_array_equal(new_experts(layer).run(*step), y)
+
+
+def test_an_object_that_several_threads_use_at_once_refuses_all_but_one(new_experts: NewExperts) -> None:
+    layer = Layer.random(2, 320, 72)
+    units, step = pack(layer), random_step(layer, 40, 2)
+    experts = new_experts(layer)
+    expected = experts.run(units, *step)
+
+    def run(_: int) -> str:
+        try:
+            return "right" if np.array_equal(experts.run(units, *step), expected) else "wrong"
+        except RuntimeError as refused:
+            return str(refused)
+
+    with ThreadPoolExecutor(4) as threads:
+        outcomes = set(threads.map(run, range(200)))
+    refused = "Experts.run: called while another run is in progress, expected one caller at a time"
+    assert "right" in outcomes
+    assert outcomes <= {"right", refused}
+    np.testing.assert_array_equal(experts.run(units, *step), expected)
