@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from fake_hub import COMMIT, REPO, FakeHub, make_cache, running_hub
@@ -16,9 +17,16 @@ from random_checkpoint import make_checkpoint
 from typer.testing import CliRunner
 
 from duckllm.cli.main import app
-from duckllm.errors import CheckpointError, DiskSpaceError, DuckError, MissingPackageError, ModelNotFoundError
+from duckllm.errors import (
+    CheckpointError,
+    ConfigError,
+    DiskSpaceError,
+    DuckError,
+    MissingPackageError,
+    ModelNotFoundError,
+)
 from duckllm.weights.convert import convert
-from duckllm.weights.hub import HubModel
+from duckllm.weights.hub import HubModel, _snapshot_download
 from duckllm.weights.manifest import Manifest
 from duckllm.weights.resolve import find_model, resolve_model
 
@@ -266,3 +274,14 @@ def test_the_command_line_takes_a_name(hub: FakeHub, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert f"fp9 from F8_E4M3 of {REPO} at {COMMIT}, 1 MoE layer," in done.stdout
     assert Manifest.load(tmp_path / "dst").source["hub_id"] == REPO
+
+
+def test_an_address_that_the_hubs_package_cannot_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unreadable(ModuleType):
+        def __getattr__(self, name: str) -> None:
+            raise ValueError("Port could not be cast to integer value as 'xx'")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", Unreadable("huggingface_hub"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://user:secret@127.0.0.1:xx")
+    with pytest.raises(ConfigError, match=r"^HF_ENDPOINT: got 'http://127.0.0.1:xx', expected the address"):
+        _snapshot_download()

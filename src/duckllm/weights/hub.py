@@ -7,6 +7,7 @@ when it is needed: a worker has none. Of a repository only data is fetched; no c
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 
 from duckllm.errors import (
     CheckpointError,
+    ConfigError,
     DiskSpaceError,
     MissingPackageError,
     ModelNotFoundError,
@@ -175,6 +177,9 @@ def _snapshot_download() -> Callable[..., str]:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise MissingPackageError("huggingface_hub", "model", "host") from error
+    except ValueError as error:  # it reads the variable while it is imported
+        got = without_credentials(os.environ.get("HF_ENDPOINT", ""))
+        raise ConfigError("HF_ENDPOINT", got, "the address of a hub, such as http://10.0.0.1:8080") from error
     download: Callable[..., str] = snapshot_download
     return download
 
