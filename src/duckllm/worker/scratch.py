@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
+from duckllm import _native
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.config import total_memory_bytes
 from duckllm.errors import ProtocolError
@@ -20,6 +21,8 @@ MAX_SCRATCH_BYTES = 4 << 30
 _DIRECT_ROWS, _CHUNK_ROWS, _PART_BLOCKS = 8, 48, 8
 _F32_BYTES = 4
 _NUMBER_BYTES = {"f32": 4, "bf16": 2}  # of a tile and a panel
+# csrc/kernels/integer_kernels.h: bytes of 16 rows and 32 hidden indices, where the CPU has tiles for them.
+_PANEL_GROUP_BYTES, _PANEL_GROUP_ROWS, _PANEL_GROUP_INDICES = 576, 16, 32
 _ROW_DOT_BYTES = 2 * STRIPE_CHANNELS * _F32_BYTES  # gate and up of a unit
 
 
@@ -37,6 +40,9 @@ def scratch_bytes(plan: WorkerPlan, num_tokens: int, num_threads: int, prefill: 
     parts_left = min(direct_rows * plan.top_k, plan.num_experts) * plan.num_stripes * 4
     parts = direct_rows * plan.top_k * plan.num_stripes * ceil_div(blocks, _PART_BLOCKS) * _ROW_DOT_BYTES
     panel = blocks * _CHUNK_ROWS * SCALE_BLOCK * number_bytes if num_tokens > _DIRECT_ROWS else 0
+    if num_tokens > _DIRECT_ROWS and "amx_int8" in _native.available_integer(_native.available_isas()[-1]):
+        groups = padded_hidden(plan.hidden_size) // _PANEL_GROUP_INDICES
+        panel += _CHUNK_ROWS // _PANEL_GROUP_ROWS * groups * _PANEL_GROUP_BYTES
     tile = SCALE_BLOCK * 2 * STRIPE_CHANNELS * number_bytes
     thread = panel + tile + 2 * _CHUNK_ROWS * _ROW_DOT_BYTES
     requests = 2 * num_tokens * (_F32_BYTES * plan.hidden_size + 8 * plan.top_k)
