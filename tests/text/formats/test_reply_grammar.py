@@ -337,6 +337,7 @@ def with_property(schema: dict[str, Any], *, strict: bool) -> Tool:
         ("glm-4.5", with_property({"type": "string", "format": "date"}, strict=True), "x: more than"),
         ("glm-4.5", with_property({"type": "string", "pattern": "(?=a)"}, strict=True), "x: more than"),
         ("qwen3-coder", with_property({"enum": [""]}, strict=False), "x is no string"),
+        ("qwen3-coder", with_property({"enum": ["a</parameter>"]}, strict=False), "x is no string"),
         ("deepseek-v3.2", Tool("f", "", {"minProperties": 1}, strict=True), "minProperties beside"),
         ("qwen3-coder", Tool("f", "", {"properties": {'"': {}}}, strict=True), "an argument's name"),
         ("qwen3-coder", Tool("f", "", {"properties": {"<": {}}, "required": ["<"]}), "an argument's name"),

@@ -105,7 +105,7 @@ class ArgumentGrammar:
         """A rule for one argument with its name and its end."""
         write, end = self._writer, markup.end.strip()
         kind, says = kind_of(self._tool.parameters, name), markup.string != markup.json
-        shapes = self._texts(schema)
+        shapes = self._texts(schema, end)
         if shapes is None:
             # As JSON it can be kept to, where the markup or the reader of calls lets a string be JSON.
             if kind == "string" and not says:
@@ -125,8 +125,11 @@ class ArgumentGrammar:
         begin = f"{write.exact(markup.begin)} {write.spelled(name)}"
         return write.rule(f"argument_{self._number}_{number}", f"{begin} ({' | '.join(ways)})")
 
-    def _texts(self, schema: Any) -> list[tuple[str, ...]] | None:
-        """For each way to be a string by a schema, what terminals such a text matches; None if unknown."""
+    def _texts(self, schema: Any, end: str) -> list[tuple[str, ...]] | None:
+        """For each way to be a string by a schema, what terminals such a text matches; None if unknown.
+
+        A value with the argument's end in it cannot be written.
+        """
         schema = self._resolve(schema)
         if not isinstance(schema, Mapping):
             return [()] if schema is True else []
@@ -136,10 +139,11 @@ class ArgumentGrammar:
         says = set(schema) - _REMARKS - {"type", "$defs", "definitions"}
         values = [schema["const"]] if says == {"const"} else schema.get("enum") if says == {"enum"} else None
         if isinstance(values, list):
-            return [(self._writer.spelled(each),) for each in values if isinstance(each, str) and each]
+            texts = [each for each in values if isinstance(each, str) and each and end not in each]
+            return [(self._writer.spelled(each),) for each in texts]
         for word in ("anyOf", "oneOf"):
             if says == {word} and isinstance(schema[word], list):
-                ways = [self._texts(each) for each in schema[word]]
+                ways = [self._texts(each, end) for each in schema[word]]
                 found = [shape for way in ways for shape in way or []]
                 is_clear = word == "anyOf" or (len(set(found)) == len(found) and () not in found)
                 return found if None not in ways and is_clear else None
