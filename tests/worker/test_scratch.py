@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import socket
+from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
 
@@ -54,6 +55,16 @@ def plan_of(hidden_size: int, intermediate_size: int, top_k: int, stripes: int, 
     )
 
 
+@pytest.fixture(scope="module")
+def no_garbage() -> Iterator[None]:
+    """What other tests left must not go while bytes are counted."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_garbage")
 @pytest.mark.parametrize("prefill", ["f32", "bf16"])
 @pytest.mark.parametrize("num_tokens", [1, 8, 9, 256])
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -74,7 +85,6 @@ def test_the_estimate_is_what_is_allocated(
         pytest.skip("this CPU has no bf16 multipliers")
     plan = plan_of(hidden_size, intermediate_size, top_k, stripes, max_step_tokens=num_tokens)
     got = []
-    gc.collect()  # what other tests left must not go while this is counted
     for _ in range(5):  # threads of other tests may allocate meanwhile, but not most of the time
         before = allocated_bytes()
         server = _native.StepServer(
