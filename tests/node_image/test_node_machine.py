@@ -6,10 +6,12 @@ import socket
 import struct
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from duckllm.node_image import network
+from duckllm.node_image import init, network
 from duckllm.node_image.console import Console
 from duckllm.node_image.dhcp_event import commands, lease
 from duckllm.node_image.facts import (
@@ -19,6 +21,7 @@ from duckllm.node_image.facts import (
     used_memory_bytes,
 )
 from duckllm.node_image.network import clock_offset, fetch_config, host_name, wired_interfaces
+from duckllm.node_image.settings import NodeSettings
 from duckllm.node_image.tuning import make_room, tune
 from duckllm.node_image.watchdog import Restarts, answers
 from worker_harness import running_worker
@@ -274,3 +277,35 @@ def test_who_only_listens_gives_no_sign_of_life() -> None:
         assert not answers(port, has_token=True, timeout_s=5.0)
         closer.join()
     assert not answers(port, has_token=True, timeout_s=0.2)
+
+
+@pytest.mark.parametrize(("has_cache", "folder"), [(True, "/var/cache/duckllm"), (False, "/run/worker")])
+def test_a_worker_is_told_where_it_may_write(
+    monkeypatch: pytest.MonkeyPatch, has_cache: bool, folder: str
+) -> None:
+    started: list[dict[str, Any]] = []
+
+    def start(command: list[str], **given: Any) -> SimpleNamespace:
+        started.append(given)
+        return SimpleNamespace(pid=7)
+
+    monkeypatch.setattr(init.subprocess, "Popen", start)
+    monkeypatch.setattr(init.os, "sched_setaffinity", lambda *_: None)
+    node = object.__new__(init.Node)
+    node._image, node._children = {"announce": False}, {}
+    node._start_worker(NodeSettings(), has_cache)
+    [given] = started
+    assert given["env"] == {
+        "HOME": "/run/worker",
+        "DUCKLLM_CACHE_DIR": folder,
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    assert (given["user"], given["group"], given["extra_groups"]) == (1000, 1000, [])
+
+
+def test_a_process_may_be_called_like_a_field_of_its_status(tmp_path: Path) -> None:
+    folder = tmp_path / "proc/12"
+    folder.mkdir(parents=True)
+    (folder / "cmdline").write_bytes(b"")
+    (folder / "status").write_text("Name:\tRssAnon: x\nPid:\t12\nRssAnon:\t    3000 kB\n")
+    assert describe_processes(tmp_path) == "12 [RssAnon: x] (3 MB)"

@@ -49,13 +49,14 @@ def describe_processes(root: Path = Path("/")) -> str:
     """
     found = []
     for path in sorted((root / "proc").glob("[0-9]*"), key=lambda path: int(path.name)):
-        with contextlib.suppress(OSError, IndexError):  # ended meanwhile, or a thread of the kernel
+        with contextlib.suppress(OSError, KeyError):  # ended meanwhile, or a thread of the kernel
             with (path / "cmdline").open("rb") as file:
                 words = file.read(_MOST_COMMAND_BYTES).rstrip(b"\0").decode("utf-8", "replace").split("\0")
             status = (path / "status").read_text(errors="replace")
-            resident_kb = int(status.partition("RssAnon:")[2].split()[0])
+            fields = dict(line.partition(":")[::2] for line in status.splitlines())
+            resident_kb = int(fields["RssAnon"].split()[0])
             if words == [""]:  # which a program can do to its own
-                words = [f"[{status.partition('Name:')[2].splitlines()[0].strip()}]"]
+                words = [f"[{fields['Name'].strip()}]"]
             words[0] = words[0].rpartition("/")[2]
             name = " ".join(one_line(" ".join(word.split()), _MOST_WORD_CHARACTERS) for word in words[:4])
             found.append(f"{path.name} {name} ({resident_kb / 1000:.0f} MB)")

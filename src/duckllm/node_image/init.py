@@ -189,7 +189,7 @@ class Node:
             cwd="/",
             env={
                 "HOME": str(_TOKEN_FILE.parent),
-                "DUCKLLMCACHE_DIR": str(home),
+                "DUCKLLM_CACHE_DIR": str(home),
                 "OPENBLAS_NUM_THREADS": "1",  # NumPy's products are no part of a step; saves its buffers
             },
         )
