@@ -18,7 +18,7 @@ from duckllm.weights.formats import num_stripes, unit_bytes
 from duckllm.weights.manifest import Manifest
 from duckllm.worker import scratch
 from duckllm.worker.config import WorkerConfig
-from duckllm.worker.scratch import check_scratch, scratch_bytes
+from duckllm.worker.scratch import check_scratch, has_integer_tiles, scratch_bytes
 from duckllm.worker.session import Sessions
 from worker_harness import plan_for, worker_channel
 
@@ -101,9 +101,9 @@ def test_the_estimate_is_what_is_allocated(
         got.append(allocated_bytes() - before)
         del server
     # 10 %, and 4 KiB for objects and for what malloc adds to each piece.
-    assert scratch_bytes(plan, num_tokens, num_threads, prefill) == pytest.approx(
-        median(got), rel=0.1, abs=4096
-    )
+    assert scratch_bytes(
+        plan, num_tokens, num_threads, prefill, integer_tiles=has_integer_tiles()
+    ) == pytest.approx(median(got), rel=0.1, abs=4096)
 
 
 def test_the_scratch_of_the_largest_step_is_bounded(model: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_the_scratch_of_the_largest_step_is_bounded(model: Manifest, monkeypatch
 
 def test_the_limit_is_a_quarter_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(7168, 2048, 8, 128, max_step_tokens=256)
-    need = [scratch_bytes(plan, tokens, 2) for tokens in (100, 101)]
+    need = [scratch_bytes(plan, tokens, 2, integer_tiles=has_integer_tiles()) for tokens in (100, 101)]
     assert need[0] < need[1]
     monkeypatch.setattr(scratch, "total_memory_bytes", lambda: 4 * need[1] - 4)
     with pytest.raises(ProtocolError, match=f"got 256, expected at most 100, .* at most {need[1] - 1} bytes"):

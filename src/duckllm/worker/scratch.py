@@ -26,8 +26,23 @@ _PANEL_GROUP_BYTES, _PANEL_GROUP_ROWS, _PANEL_GROUP_INDICES = 576, 16, 32
 _ROW_DOT_BYTES = 2 * STRIPE_CHANNELS * _F32_BYTES  # gate and up of a unit
 
 
-def scratch_bytes(plan: WorkerPlan, num_tokens: int, num_threads: int, prefill: str = "f32") -> int:
-    """Bytes for steps of at most ``num_tokens`` tokens: kernels, routing, request and reply buffers."""
+def has_integer_tiles() -> bool:
+    """Whether experts have panels for AMX-INT8 on this CPU, whatever their formats."""
+    return "amx_int8" in _native.available_integer(_native.available_isas()[-1])
+
+
+def scratch_bytes(
+    plan: WorkerPlan,
+    num_tokens: int,
+    num_threads: int,
+    prefill: str = "f32",
+    *,
+    integer_tiles: bool = False,
+) -> int:
+    """Bytes for steps of at most ``num_tokens`` tokens: kernels, routing, request and reply buffers.
+
+    ``integer_tiles``: as :func:`has_integer_tiles` says of the worker's CPU.
+    """
     number_bytes = _NUMBER_BYTES[prefill]
     pairs, direct_rows = num_tokens * plan.top_k, min(num_tokens, _DIRECT_ROWS)
     blocks = ceil_div(plan.hidden_size, SCALE_BLOCK)
@@ -40,7 +55,7 @@ def scratch_bytes(plan: WorkerPlan, num_tokens: int, num_threads: int, prefill: 
     parts_left = min(direct_rows * plan.top_k, plan.num_experts) * plan.num_stripes * 4
     parts = direct_rows * plan.top_k * plan.num_stripes * ceil_div(blocks, _PART_BLOCKS) * _ROW_DOT_BYTES
     panel = blocks * _CHUNK_ROWS * SCALE_BLOCK * number_bytes if num_tokens > _DIRECT_ROWS else 0
-    if num_tokens > _DIRECT_ROWS and "amx_int8" in _native.available_integer(_native.available_isas()[-1]):
+    if num_tokens > _DIRECT_ROWS and integer_tiles:
         groups = padded_hidden(plan.hidden_size) // _PANEL_GROUP_INDICES
         panel += _CHUNK_ROWS // _PANEL_GROUP_ROWS * groups * _PANEL_GROUP_BYTES
     tile = SCALE_BLOCK * 2 * STRIPE_CHANNELS * number_bytes
@@ -58,10 +73,14 @@ def check_scratch(plan: WorkerPlan, num_threads: int, prefill: str = "f32") -> N
         ProtocolError: Says how many tokens would do.
     """
     limit = min(total_memory_bytes() // 4, MAX_SCRATCH_BYTES)
-    if scratch_bytes(plan, plan.max_step_tokens, num_threads, prefill) <= limit:
+    tiles = has_integer_tiles()
+
+    def bytes_of(tokens: int) -> int:
+        return scratch_bytes(plan, tokens, num_threads, prefill, integer_tiles=tiles)
+
+    if bytes_of(plan.max_step_tokens) <= limit:
         return
-    sizes = range(1, plan.max_step_tokens + 1)
-    most = bisect_right(sizes, limit, key=lambda tokens: scratch_bytes(plan, tokens, num_threads, prefill))
+    most = bisect_right(range(1, plan.max_step_tokens + 1), limit, key=bytes_of)
     raise ProtocolError(
         f"plan max_step_tokens: got {plan.max_step_tokens}, expected at most {most}, "
         f"as this worker sets aside at most {limit} bytes for a step of such sizes"
