@@ -204,50 +204,29 @@ static void check_format(WeightFormat format) {
   fail_shape("format", static_cast<uint64_t>(format), "one that experts come in");
 }
 
-namespace {
-
-// Holds an object for one run. Throws std::logic_error where another run has it.
-class Claim {
- public:
-  explicit Claim(std::atomic<bool>& in_run) : in_run_(in_run) {
-    if (in_run_.exchange(true, std::memory_order_acquire)) {
-      throw std::logic_error(
-          "Experts.run: called while another run is in progress, expected one caller at a time");
-    }
-  }
-  ~Claim() { in_run_.store(false, std::memory_order_release); }
-  Claim(const Claim&) = delete;
-  Claim& operator=(const Claim&) = delete;
-
- private:
-  std::atomic<bool>& in_run_;
-};
-
-}  // namespace
-
 void Experts::run(const LayerUnits& layer, const StepRows& rows, float* y) {
   impl_->check(rows);
   check_format(layer.format);
   if (rows.num_tokens == 0) return;
-  const Claim claim(impl_->in_run);
+  ThreadPool::Claim claim(impl_->pool, "Experts.run");
   impl_->output = y;
   {
     const DenormalsOn denormals;
     impl_->use(layer);
     impl_->prepare(rows);
   }
-  impl_->pool.run(impl_->work);
+  claim.run(impl_->work);
 }
 
 uint64_t Experts::read_units(const LayerUnits& layer, const StepRows& rows) {
   impl_->check(rows);
   check_format(layer.format);
-  const Claim claim(impl_->in_run);
+  ThreadPool::Claim claim(impl_->pool, "Experts.run");
   impl_->routing.sort(rows);
   impl_->use(layer);
   impl_->items.reset(impl_->routing.active().size() * impl_->shape.num_stripes);
   impl_->read_words.store(0, std::memory_order_relaxed);
-  impl_->pool.run(impl_->read_work);
+  claim.run(impl_->read_work);
   return impl_->read_words.load(std::memory_order_relaxed);
 }
 

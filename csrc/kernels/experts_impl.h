@@ -63,11 +63,10 @@ struct Experts::Impl {
   const IntegerTable& integers;
   const bool exact;  // formats of integers, too, are decoded to f32
   ThreadPool& pool;
-  std::atomic<bool> in_run{false};  // claimed before anything below is written
-  const size_t row_floats;          // H'
-  const size_t pair_floats;         // S * 16
-  const uint32_t num_records;       // H' / 32
-  const uint32_t num_parts;         // of a unit's dot products
+  const size_t row_floats;     // H'
+  const size_t pair_floats;    // S * 16
+  const uint32_t num_records;  // H' / 32
+  const uint32_t num_parts;    // of a unit's dot products
   const uint32_t prefetch = prefetch_bytes();
 
   Routing routing;

@@ -112,12 +112,19 @@ ThreadPool::~ThreadPool() { impl_->stop(); }
 
 int ThreadPool::num_threads() const { return impl_->num_threads; }
 
-void ThreadPool::run(const std::function<void(int)>& work) {
-  Impl& pool = *impl_;
-  if (pool.in_run.exchange(true, std::memory_order_acquire)) {
-    throw std::logic_error(
-        "ThreadPool.run: called while another run is in progress, expected one caller at a time");
+void ThreadPool::run(const std::function<void(int)>& work) { Claim(*this, "ThreadPool.run").run(work); }
+
+ThreadPool::Claim::Claim(ThreadPool& pool, const char* who) : pool_(*pool.impl_) {
+  if (pool_.in_run.exchange(true, std::memory_order_acquire)) {
+    throw std::logic_error(std::string(who) +
+                           ": called while another run is in progress, expected one caller at a time");
   }
+}
+
+ThreadPool::Claim::~Claim() { pool_.in_run.store(false, std::memory_order_release); }
+
+void ThreadPool::Claim::run(const std::function<void(int)>& work) {
+  Impl& pool = pool_;
   pool.work = &work;
   pool.barrier_arrived.store(0, std::memory_order_relaxed);
   pool.barrier_broken.store(false, std::memory_order_relaxed);
@@ -131,7 +138,6 @@ void ThreadPool::run(const std::function<void(int)>& work) {
     if (!first) first = error;
     error = nullptr;
   }
-  pool.in_run.store(false, std::memory_order_release);
   if (first) std::rethrow_exception(first);
 }
 

@@ -13,6 +13,8 @@
 namespace duck {
 
 class ThreadPool {
+  struct Impl;
+
  public:
   // num_threads counts the caller, 1 to 1024. spin_us = 0: waiting threads sleep at once (right when cores
   // are short). pin_threads: thread t stays on the t-th core that the caller may use; the caller itself,
@@ -30,6 +32,22 @@ class ThreadPool {
   // finished, the one of the lowest thread index where there are several; the pool stays usable.
   void run(const std::function<void(int)>& work);
 
+  // Holds the pool for one caller, which sets up what its work reads in between: another one, who would
+  // overwrite that, is refused at once (std::logic_error, which names `who`).
+  class Claim {
+   public:
+    Claim(ThreadPool& pool, const char* who);
+    ~Claim();
+    Claim(const Claim&) = delete;
+    Claim& operator=(const Claim&) = delete;
+
+    // As ThreadPool::run.
+    void run(const std::function<void(int)>& work);
+
+   private:
+    Impl& pool_;
+  };
+
   // A barrier for use inside work(): returns when every thread of the pool has reached it. When a thread
   // leaves work by an exception, the others are released from the barrier and leave work too.
   void barrier();
@@ -46,7 +64,6 @@ class ThreadPool {
   static void set_delay_hook(DelayHook hook);  // nullptr: none
 
  private:
-  struct Impl;
   std::unique_ptr<Impl> impl_;
 };
 
