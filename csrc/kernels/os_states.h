@@ -13,7 +13,8 @@ inline constexpr uint64_t kXcr0Tiles = 0x60000;  // TILECFG and TILEDATA
 bool os_saves(uint64_t states);
 
 // Asks the operating system for the use of tiles, once: Linux saves a process's only after that, which holds
-// for all its threads from then on and for the processes that it forks. False where it saves none.
+// for all its threads from then on and for the processes that it forks. False where it saves none, or the CPU
+// has none.
 bool may_use_tiles();
 
 }  // namespace duck

@@ -20,9 +20,9 @@ bool has_avx512_bf16() {
 
 bool has_amx_bf16() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+  constexpr unsigned kAmxBf16 = 1u << 22;
   return has_avx512_bf16() && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & kAmxBf16) &&
-         (edx & kAmxTile) && may_use_tiles();
+         may_use_tiles();
 }
 
 Bf16Tiles amx_tiles() {

@@ -18,9 +18,8 @@ bool has_avx_vnni() {
 
 bool has_amx_int8() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  constexpr unsigned kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;
-  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & kAmxTile) && (edx & kAmxInt8) &&
-         may_use_tiles();
+  constexpr unsigned kAmxInt8 = 1u << 25;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & kAmxInt8) && may_use_tiles();
 }
 
 // AMX where it is faster, AVX512-VNNI for what it leaves.

@@ -41,6 +41,12 @@ bool is_amd() {
   return answer;
 }
 
+bool has_tiles() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  constexpr unsigned kAmxTile = 1u << 24;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & kAmxTile);
+}
+
 bool ask_for_tiles() {
   constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
   constexpr long kTileData = 18;               // XFEATURE_XTILEDATA
@@ -58,7 +64,7 @@ std::string available_names() {
 bool os_saves(uint64_t states) { return (os_saved_states() & states) == states; }
 
 bool may_use_tiles() {
-  static const bool answer = os_saves(kXcr0Tiles) && ask_for_tiles();
+  static const bool answer = has_tiles() && os_saves(kXcr0Tiles) && ask_for_tiles();
   return answer;
 }
 
