@@ -103,16 +103,16 @@ def nodes_text(
         shared[_HERE] += 1  # the host itself
     called = [_name(names.get(info.address) or info.name, info.address) for info, _ in asked]
     times_called = Counter(called)
-    isas = {_isa(info) for info, _ in asked} & set(_native.available_isas()) | {_native.select_isa()}
+    isa_here = _native.select_isa()
+    isas = {_isa(info) for info, _ in asked} & set(_native.available_isas()) | {isa_here}
     gflop_of_core = _gflop_of_core(sorted(isas))
     read_here = this_machine_gb_per_s()
     machines: dict[str, Machine] = {}
     nodes = []
     for (info, trip), place, name in zip(asked, places, called, strict=True):
         machine = _HERE if is_here[place] else place
-        shares = is_here[place] or shared[machine] > 1
         rate = links[place].gbit_per_s
-        gflop = info.threads * gflop_of_core.get(_isa(info), gflop_of_core[_native.select_isa()])
+        gflop = info.threads * gflop_of_core.get(_isa(info), gflop_of_core[isa_here])
         notes = {
             "gflop_per_s": "an estimate: cores of this host; duckllm bench roofline there measures it",
             "link_gbit_per_s": "no wire on one machine: any number"
@@ -123,8 +123,6 @@ def nodes_text(
         }
         if info.read_gb_per_s is None:
             notes["read_gb_per_s"] = "duckllm bench roofline there measures it"
-        if shared[machine] > 1:
-            notes["memory_gib"] = _part_of(info.memory_bytes, shared[machine])
         values: dict[str, str | float | None] = {
             "name": name if times_called[name] == 1 else f"{name} at {info.address}",
             "cores": info.threads,
@@ -135,23 +133,20 @@ def nodes_text(
             "link_gbit_per_s": rate or 1.0,
             "round_trip_us": _rounded(trip.median_us),
         }
-        if shares:
+        if shared[machine] > 1:
+            notes["memory_gib"] = _part_of(info.memory_bytes, shared[machine])
             values["machine"] = machine
-            before = machines.get(machine, Machine(0, 0.0))
             if is_here[place]:
                 machines[machine] = Machine(available_cores(), round(read_here, 2))
             else:
+                before = machines.get(machine, Machine(0, 0.0))
                 read = max(before.read_gb_per_s, round(info.read_gb_per_s or 0.0, 2))
                 machines[machine] = Machine(before.cores + info.threads, read)
         nodes.append(WrittenComputer(values, notes))
     rates = [link.gbit_per_s for link in links.values() if link.gbit_per_s]
-    host = _host(device, read_here, gflop_of_core[_native.select_isa()], max(rates, default=None))
-    if _HERE in machines:
-        total = total_memory_bytes()
-        host = WrittenComputer(
-            {**host.values, "machine": _HERE, "memory_gib": _rounded(total / shared[_HERE] / _GIB)},
-            {**host.notes, "memory_gib": _part_of(total, shared[_HERE])},
-        )
+    host = _host(
+        device, isa_here, read_here, gflop_of_core[isa_here], max(rates, default=None), max(1, shared[_HERE])
+    )
     title = "Written by duckllm plan --write-nodes; docs/planning.md says what each field is."
     missing = [f"host's {name}" for name in host.missing]
     missing += [f"{node.values['name']}'s {name}" for node in nodes for name in node.missing]
@@ -159,22 +154,30 @@ def nodes_text(
 
 
 def _host(
-    device: Device, read_gb_per_s: float, gflop_of_core: float, gbit_per_s: float | None
+    device: Device,
+    isa: str,
+    read_gb_per_s: float,
+    gflop_of_core: float,
+    gbit_per_s: float | None,
+    programs: int,
 ) -> WrittenComputer:
-    from duckllm import _native
+    """This host, on a machine with so many programs of the flock, itself among them."""
     from duckllm.forecast.write_flock import WrittenComputer
 
     values: dict[str, str | float | None] = {
         "cores": available_cores(),
-        "isa": _native.select_isa(),
+        "isa": isa,
         "read_gb_per_s": _rounded(read_gb_per_s),
         "gflop_per_s": _rounded(available_cores() * gflop_of_core),
-        "memory_gib": _rounded(total_memory_bytes() / _GIB),
+        "memory_gib": _rounded(total_memory_bytes() / programs / _GIB),
         "link_gbit_per_s": gbit_per_s or 1.0,
     }
     notes = {"read_gb_per_s": "measured", "gflop_per_s": "measured"}
     if not gbit_per_s:
         notes["link_gbit_per_s"] = "an assumption: nothing here says it"
+    if programs > 1:
+        values["machine"] = _HERE
+        notes["memory_gib"] = _part_of(total_memory_bytes(), programs)
     if device.is_cuda:
         values["card"] = None
         vram_gib = device.total_bytes / _GIB
