@@ -92,6 +92,10 @@ class ConfigError(DuckError):
         message = f"{field}: got {show_value(got)}, expected {expected}"
         super().__init__(f"{message} ({hint})" if hint else message)
 
+    def named(self, field: str) -> ConfigError:
+        """The same of a value that is called otherwise."""
+        return ConfigError(field, self.got, self.expected, self.hint)
+
 
 class PlacementError(ConfigError):
     """The nodes have too little memory for their shares of the experts.

@@ -193,9 +193,7 @@ def fields_named(names: Mapping[str, str]) -> Iterator[None]:
         field = error.field
         for ours, theirs in names.items():
             field = field.replace(ours, theirs)
-        if isinstance(error, PromptTooLongError):
-            raise error.named(field) from error
-        raise ConfigError(field, error.got, error.expected, error.hint) from error
+        raise error.named(field) from error
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]], content_type: str) -> ApiError:

@@ -81,7 +81,7 @@ def _sampling(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
     except ConfigError as error:
         if error.field != "n" or best_of == n:
             raise
-        raise ConfigError("best_of", best_of, error.expected) from error
+        raise error.named("best_of") from error
     if body.echo:
         params = replace(params, prompt_logprobs=body.logprobs)
     return params if structure is None else replace(params, structured_outputs=structure)
