@@ -35,8 +35,7 @@ class BuildError(DuckError):
 
 def check_programs() -> None:
     """Raises ConfigError with the packages to install where programs are missing."""
-    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-    missing = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
+    missing = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
     if missing:
         packages = " ".join(sorted({PROGRAMS[name] for name in missing}))
         raise ConfigError(
@@ -54,9 +53,8 @@ def run(command: list[str], **given: Any) -> str:
     Raises:
         BuildError: It failed.
     """
-    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
     environment = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"}
-    environment |= {"PATH": path, "LC_ALL": "C", "TZ": "UTC"} | given.pop("env", {})
+    environment |= {"PATH": _path(), "LC_ALL": "C", "TZ": "UTC"} | given.pop("env", {})
     program = subprocess.Popen(
         command,
         stdin=subprocess.PIPE if "input" in given else subprocess.DEVNULL,
@@ -77,6 +75,11 @@ def run(command: list[str], **given: Any) -> str:
         line = next((line for line in said if line.startswith("E: ")), said[-1])
         raise BuildError(f"{command[0]} failed with exit status {program.returncode}: {line}")
     return output
+
+
+def _path() -> str:
+    """Where programs are looked for: some of them are where only root's PATH leads."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
 def _end_group(program: subprocess.Popen[str]) -> None:
