@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from duckllm.errors import (
 )
 from duckllm.weights.convert import convert
 from duckllm.weights.safetensors_file import build_header
+from duckllm.weights.tensor_check import ModelTensors
 
 EXPERT = "model.layers.2.mlp.experts.1."
 
@@ -165,12 +167,81 @@ def test_non_finite_source_weights_are_counted_by_tensor(tmp_path: Path, value: 
     assert f"{name}: got 2 non-finite" in refused(tmp_path, WeightFormatError)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0])
-def test_scales_must_be_finite_and_not_negative(tmp_path: Path, value: float) -> None:
-    name = EXPERT + "up_proj.weight_scale_inv"
-    data = np.array([value], "<f4").tobytes()
-    make_checkpoint(tmp_path / "src", edit=add(name, "F32", (1, 1), data))
-    assert f"{name}: got 1 negative or non-finite scale" in refused(tmp_path, CheckpointError)
+HOST = (
+    "model.layers.0.self_attn.o_proj.",
+    "model.layers.0.mlp.down_proj.",
+    "model.layers.1.mlp.shared_experts.up_proj.",
+)
+SCALES = [
+    (np.nan, "got a scale of nan (1 of 1 negative or not finite), expected finite scales of at least 0"),
+    (np.inf, "got a scale of inf (1 of 1 negative or not finite), expected finite scales of at least 0"),
+    (-1.0, "got a scale of -1.0 (1 of 1 negative or not finite), expected finite scales of at least 0"),
+    (0.0, "got 1 scale(s) of zero, expected others for codes that are not all zero"),
+]
+
+
+@pytest.mark.parametrize(("value", "words"), SCALES)
+@pytest.mark.parametrize("stem", [EXPERT + "up_proj.", *HOST, "model.layers.3.self_attn.q_a_proj."])
+def test_damaged_scales_are_refused_whosever_they_are(
+    tmp_path: Path, stem: str, value: float, words: str
+) -> None:
+    """Of experts, attention, dense MLPs, shared experts and layers of multi-token prediction."""
+    name = f"{stem}weight_scale_inv"
+    make_checkpoint(tmp_path / "src", edit=add(name, "F32", (1, 1), np.array([value], "<f4").tobytes()))
+    assert f"{name}: {words}" in refused(tmp_path, CheckpointError)
+
+
+def test_damaged_scales_of_the_host_are_named_all_at_once_before_anything_is_written(tmp_path: Path) -> None:
+    def edit(tensors: dict) -> None:
+        for stem, value in zip(HOST, (np.nan, -2.0, 0.0), strict=True):
+            data = np.array([value], "<f4").tobytes()
+            tensors[f"{stem}weight_scale_inv"] = ("F32", (1, 1), data)
+
+    make_checkpoint(tmp_path / "src", edit=edit)
+    message = refused(tmp_path, CheckpointError)
+    for stem, words in zip(HOST, ("a scale of nan", "a scale of -2.0", "1 scale(s) of zero"), strict=True):
+        assert f"{stem}weight_scale_inv: got {words}" in message
+    assert not (tmp_path / "dst").exists()
+
+
+def test_a_matrix_of_zeros_may_have_a_scale_of_zero(tmp_path: Path) -> None:
+    def edit(tensors: dict) -> None:
+        for part in ("weight", "weight_scale_inv"):
+            dtype, shape, data = tensors[HOST[0] + part]
+            tensors[HOST[0] + part] = (dtype, shape, bytes(len(data)))
+
+    make_checkpoint(tmp_path / "src", edit=edit)
+    assert convert(tmp_path / "src", tmp_path / "dst", verify=True).num_experts == 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "words"),
+    [
+        ("I8", (1, 1), "got dtype I8, expected one of F32, BF16, F16, F8_E8M0"),
+        ("F32", (2, 1), "got shape [2, 1], expected [1, 1] (one scale per block of 128 x 128) for 72 x 16"),
+    ],
+)
+def test_scales_of_the_host_of_another_type_or_shape_are_refused(
+    tmp_path: Path, dtype: str, shape: tuple[int, ...], words: str
+) -> None:
+    name = HOST[0] + "weight_scale_inv"
+    size = math.prod(shape) * (4 if dtype == "F32" else 1)
+    make_checkpoint(tmp_path / "src", edit=add(name, dtype, shape, bytes([1]) * size))
+    assert f"{name}: {words}" in refused(tmp_path, CheckpointError)
+
+
+@pytest.mark.parametrize(("value", "words"), SCALES)
+def test_a_conversion_of_earlier_whose_scales_are_damaged_is_not_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float, words: str
+) -> None:
+    """Checkpoint and conversion are the same, and both are wrong."""
+    name = HOST[0] + "weight_scale_inv"
+    make_checkpoint(tmp_path / "src", edit=add(name, "F32", (1, 1), np.array([value], "<f4").tobytes()))
+    with monkeypatch.context() as patched:
+        patched.setattr(ModelTensors, "check_host_scales", lambda tensors: None)
+        convert(tmp_path / "src", tmp_path / "dst", verify=True)
+    with pytest.raises(CheckpointError, match=re.escape(f"{name}: {words}")):
+        convert(tmp_path / "src", tmp_path / "dst", verify=True)
 
 
 @pytest.mark.parametrize(

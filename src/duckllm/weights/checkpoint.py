@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from duckllm.errors import CheckpointError, ModelNotFoundError, show_value
 from duckllm.weights.e4m3 import F32
 from duckllm.weights.files import model_errors
 from duckllm.weights.imports.gguf import GgufBlocks, read_gguf
+from duckllm.weights.imports.packed import check_not_lost
 from duckllm.weights.json_values import is_plain_name, parse_json_object
 from duckllm.weights.quantisation import Quantisation
 from duckllm.weights.safetensors_file import TensorInfo, read_header
@@ -264,12 +265,21 @@ def fp8_scales(
     return found, problems
 
 
-def check_scales(values: F32, name: str) -> None:
-    """Checks that scales are finite and not negative.
+def check_scales(values: F32, name: str, has_weights: Callable[[], bool]) -> None:
+    """Checks that the scales of an FP8 matrix are finite and not negative, and not all lost.
+
+    Args:
+        values: Them.
+        name: What messages call their tensor.
+        has_weights: Whether any code of the matrix stands for something else than 0.
 
     Raises:
-        CheckpointError: Names the tensor, and how many are not.
+        CheckpointError: Names the tensor, and the first that is not.
     """
-    bad = int(np.count_nonzero(~(np.isfinite(values) & (values >= 0))))
-    if bad:
-        raise CheckpointError(f"{name}: got {bad} negative or non-finite scale(s), expected none")
+    bad = values[~(np.isfinite(values) & (values >= 0))]
+    if bad.size:
+        raise CheckpointError(
+            f"{name}: got a scale of {bad[0]} ({bad.size} of {values.size} negative or not finite), "
+            "expected finite scales of at least 0"
+        )
+    check_not_lost(values, name, has_weights)

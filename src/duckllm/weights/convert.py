@@ -164,6 +164,7 @@ def convert(
     if requantise and not any(kept[layer] not in ("", name) for layer, name in formats.items()):
         raise ConfigError("requantise", True, "nothing where no 4-bit experts are rounded to another format")
     weights = None if importance is None else _open_importance(importance, checkpoint, layout, kept, formats)
+    tensors.check_host_scales()
     model = _Model(checkpoint, layout, tensors, formats, weights, dict(origin or {}))
     with model_errors(source):
         fingerprint = checkpoint.fingerprint()

@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 
 from duckllm.errors import CheckpointError
 from duckllm.weights.checkpoint import check_scales, fp8_scales, list_problems, load_json, read_quantisation
-from duckllm.weights.imports.packed import check_not_lost
 from duckllm.weights.manifest import Manifest, check_sha256
 from duckllm.weights.safetensors_file import TensorInfo, read_header
 from duckllm.weights.scales import ScaleGrid
@@ -121,8 +120,7 @@ class HostTensors:
             return None
         info, fit = self._scales[f"{name}.weight"]
         values = self.get(info.name).float().numpy()
-        check_scales(values, info.name)
-        check_not_lost(values, info.name, lambda: bool(weight.view(torch.uint8).bitwise_and(0x7F).any()))
+        check_scales(values, info.name, lambda: bool(weight.view(torch.uint8).bitwise_and(0x7F).any()))
         rows, columns = self.shape(f"{name}.weight")
         return ScaleGrid.of(values, fit, (rows, columns))
 

@@ -11,7 +11,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from duckllm.weights.e4m3 import F32, SCALE_BLOCK, ceil_div
+from duckllm.weights.e4m3 import F32, SCALE_BLOCK, U8, ceil_div
+
+
+def widen_to_f32(raw: U8, dtype: str) -> F32:
+    """Values as f32, exactly.
+
+    Shapes: raw: [num_bytes] u8 of F32, F16, BF16 or F8_E8M0; result: [num_values] f32.
+    """
+    if dtype == "F8_E8M0":  # 2^(byte - 127): f32's own exponent, but for the denormal 2^-127 and NaN
+        bits = raw.astype(np.uint32) << 23
+        bits[raw == 0], bits[raw == 0xFF] = 0x400000, 0x7FC00000
+        return bits.view(np.float32)
+    if dtype == "BF16":
+        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    return raw.view("<f4" if dtype == "F32" else "<f2").astype(np.float32, copy=False)
 
 
 @dataclass(frozen=True)

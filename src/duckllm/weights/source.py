@@ -37,26 +37,14 @@ from duckllm.weights.e4m3 import (
 )
 from duckllm.weights.formats import DOWN_GROUP, FORMATS, GATE_UP_GROUP
 from duckllm.weights.grouped import QuantisedExpert
-from duckllm.weights.imports.packed import PackedMatrix, StoredMatrix, check_not_lost
+from duckllm.weights.imports.packed import PackedMatrix, StoredMatrix
 from duckllm.weights.layout import PROJECTIONS, ModelLayout
 from duckllm.weights.safetensors_file import DTYPE_BYTES, TensorInfo, TensorReader
-from duckllm.weights.scales import ScaleFit, ScaleGrid
+from duckllm.weights.scales import ScaleFit, ScaleGrid, widen_to_f32
 from duckllm.weights.units import ExpertWeights
 
 _JOINED = "gate_up_proj"
 _Shape = tuple[int, int]
-
-
-def widen_to_f32(raw: U8, dtype: str) -> F32:
-    """Values as f32, exactly.
-
-    Shapes: raw: [num_bytes] u8 of F32, F16, BF16 or F8_E8M0; result: [num_values] f32.
-    """
-    if dtype == "F8_E8M0":  # 2^(byte - 127), 0xff is NaN: f32's own exponent, but for the denormal 2^-127
-        return np.where(raw == 0, 0x400000, raw.astype(np.uint32) << 23).astype(np.uint32).view(np.float32)
-    if dtype == "BF16":
-        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    return raw.view("<f4" if dtype == "F32" else "<f2").astype(np.float32, copy=False)
 
 
 @dataclass(frozen=True)
@@ -117,9 +105,8 @@ class ExpertTensor:
                 f"{self._name(expert)}: got {nans} NaN byte(s) (0x7f or 0xff), expected finite weights"
             )
         values = widen_to_f32(self._part(reader, self.scale, expert), self.scale.dtype)
-        check_scales(values, self.scale.name)
         place = f"{self.scale.name}[{expert}]" if self.stacked else self.scale.name
-        check_not_lost(values, place, lambda: bool((raw & 0x7F).any()))
+        check_scales(values, place, lambda: bool((raw & 0x7F).any()))
         grid = self.fit.grid(self.shape)
         return self._oriented(raw, self.shape), ScaleGrid.of(
             np.ascontiguousarray(self._oriented(values, grid)), self.fit, self.shape

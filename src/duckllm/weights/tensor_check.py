@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from duckllm.errors import CheckpointError
 from duckllm.weights.checkpoint import (
     FP8,
     Checkpoint,
+    check_scales,
     check_type,
     fp8_scales,
     is_not_needed,
@@ -27,6 +29,7 @@ from duckllm.weights.checkpoint import (
 from duckllm.weights.imports.packed import DequantisedTensor
 from duckllm.weights.layout import ModelLayout
 from duckllm.weights.safetensors_file import TensorInfo, TensorReader
+from duckllm.weights.scales import widen_to_f32
 from duckllm.weights.source import ExpertTensors
 
 _HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
@@ -53,10 +56,29 @@ class ModelTensors:
     Args:
         experts: Those of the routed experts.
         host: All others, with the scales of FP8 ones; 4-bit ones as they will be written.
+        host_scales: FP8 ones with their scales, in pairs.
     """
 
     experts: ExpertTensors
     host: tuple[TensorInfo, ...]
+    host_scales: tuple[tuple[TensorInfo, TensorInfo], ...]
+
+    def check_host_scales(self) -> None:
+        """Checks the values of the scales of the host's FP8 matrices, which are read; experts' are when used.
+
+        Raises:
+            CheckpointError: Names all that :func:`duckllm.weights.checkpoint.check_scales` refuses.
+        """
+        problems = []
+        with TensorReader() as reader:
+            for weight, scale in self.host_scales:
+                try:
+                    values = widen_to_f32(reader.read(scale), scale.dtype)
+                    check_scales(values, scale.name, partial(_has_weights, reader, weight))
+                except CheckpointError as error:
+                    problems.append(str(error))
+        if problems:
+            raise CheckpointError(list_problems(problems))
 
 
 def find_tensors(checkpoint: Checkpoint, layout: ModelLayout) -> ModelTensors:
@@ -103,7 +125,13 @@ def find_tensors(checkpoint: Checkpoint, layout: ModelLayout) -> ModelTensors:
         problems.insert(0, f"{len(missing)} missing tensor(s): {list_names(missing)}")
     if problems:
         raise CheckpointError(f"{checkpoint.folder}: {list_problems(problems)}")
-    return ModelTensors(experts, (*host.values(), *(scale for scale, _ in scales.values())))
+    pairs = tuple((tensors[weight], scale) for weight, (scale, _) in scales.items())
+    return ModelTensors(experts, (*host.values(), *(scale for _, scale in pairs)), pairs)
+
+
+def _has_weights(reader: TensorReader, weight: TensorInfo) -> bool:
+    """Whether any code of an FP8 matrix stands for something else than 0."""
+    return any((np.frombuffer(chunk, np.uint8) & 0x7F).any() for chunk in reader.chunks(weight))
 
 
 def _weight_of(part: str) -> str:
