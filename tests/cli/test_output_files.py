@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from duckllm.cli.bench_common import append_line, check_save, writing_whole
+from duckllm.cli.bench_common import append_line, check_save, writing, writing_whole
+from duckllm.cli.plan_nodes import check_new_file
 from duckllm.errors import ConfigError
+from duckllm.tracing.writer import check_trace
 
 
 def test_a_file_takes_its_place_when_it_is_whole(tmp_path: Path) -> None:
@@ -91,3 +93,31 @@ def test_whether_a_file_can_be_written_is_found_out_without_a_trace(tmp_path: Pa
     for wrong in (tmp_path, tmp_path / "none" / "x.html"):
         with pytest.raises(ConfigError, match="html: got"):
             check_save(wrong, "html")
+
+
+def test_a_link_to_a_file_that_is_not_there_yet_stays_a_link(tmp_path: Path) -> None:
+    """Whether it can be written is found out without a trace, and what is written goes through it."""
+    (tmp_path / "folder").mkdir()
+    target, link = tmp_path / "folder" / "new.toml", tmp_path / "link.toml"
+    link.symlink_to(target)
+    for check in (check_save, check_new_file, check_trace):
+        check(link)
+        assert link.is_symlink()
+        assert not target.exists()
+
+    def fail() -> None:
+        target.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(ConfigError, match="No space left"), writing("save", link):
+        fail()
+    assert link.is_symlink()
+    assert not target.exists()
+    with writing_whole("write_nodes", link) as part:
+        part.write_text("new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    link.unlink()
+    link.symlink_to(link)
+    with pytest.raises(ConfigError, match="symbolic links"):
+        check_save(link)

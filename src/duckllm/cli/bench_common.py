@@ -44,18 +44,18 @@ def append_line(line: str, save: Path | None) -> None:
 
 @contextlib.contextmanager
 def writing(field: str, path: Path) -> Iterator[None]:
-    """Names the file that could not be written, and leaves no empty one behind.
+    """Names the file that could not be written, and leaves no empty one behind; a link to it stays.
 
     Raises:
         ConfigError: It could not be written.
     """
-    existed = path.exists()
+    target, existed = _target(path), path.exists()
     try:
         yield
     except OSError as error:
         if not existed:
             with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+                target.unlink(missing_ok=True)
         reason = error.strerror or str(error)
         raise ConfigError(field, str(path), f"a file that can be written ({reason})") from error
 
@@ -67,7 +67,7 @@ def writing_whole(field: str, path: Path) -> Iterator[Path]:
     Raises:
         ConfigError: It could not be written.
     """
-    target = path.resolve()
+    target = _target(path)
     if (target.exists() and not target.is_file()) or not os.access(target.parent, os.W_OK):
         with writing(field, path):  # a pipe or a device, or a file in a folder that takes no other
             yield path
@@ -137,11 +137,16 @@ def check_save(path: Path, field: str = "save") -> None:
     """
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(field, str(path), "a file in a folder that exists")
-    existed = path.exists()
+    target, existed = _target(path), path.exists()
     with writing(field, path), path.open("a", encoding="utf-8"):
         pass
     if not existed:
-        path.unlink(missing_ok=True)
+        target.unlink(missing_ok=True)
+
+
+def _target(path: Path) -> Path:
+    """The file that is written where ``path`` is, which may be a link to one that is not there yet."""
+    return Path(os.path.realpath(path))
 
 
 def parse_words(text: str) -> tuple[str, ...]:

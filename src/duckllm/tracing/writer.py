@@ -82,7 +82,7 @@ def check_trace(path: Path) -> None:
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError("trace", str(path), "a file in a folder that exists")
     for part in (path, earlier_part(path)):
-        existed = part.exists()
+        target, existed = Path(os.path.realpath(part)), part.exists()  # a link may lead to a new file
         try:
             with part.open("ab+") as file:
                 _lock(file.fileno())
@@ -91,7 +91,7 @@ def check_trace(path: Path) -> None:
         except OSError as error:
             raise _refusal(part, error) from error
         if not existed:
-            part.unlink(missing_ok=True)
+            target.unlink(missing_ok=True)
         if head not in (b"", MAGIC):
             raise ConfigError("trace", str(part), "a new file, or an earlier trace to be written over")
 
