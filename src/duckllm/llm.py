@@ -26,7 +26,7 @@ from duckllm.assembly import (
     plan_memory,
 )
 from duckllm.cluster import check_cluster
-from duckllm.cluster.address import parse_address
+from duckllm.cluster.address import parse_addresses
 from duckllm.config import (
     MAX_THREADS,
     MAX_WORKERS,
@@ -606,8 +606,7 @@ def _cluster_config(workers: Any, options: dict[str, Any]) -> ClusterConfig:
         addresses = tuple(workers)
         if not addresses or not all(isinstance(address, str) and address for address in addresses):
             raise ConfigError("workers", list(addresses), "at least one address, name:port")
-        for address in addresses:
-            parse_address(address, "workers")
+        parse_addresses(addresses, "workers")
         return ClusterConfig(workers=len(addresses), addresses=addresses, **options)
     if workers is None:
         finds = str(options.get("cluster")).startswith(("ray", "discover"))

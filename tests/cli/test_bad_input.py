@@ -247,7 +247,12 @@ def test_a_prompt_longer_than_the_context(duckllm: Run) -> None:
     ("arguments", "message"),
     [
         (ask("--workers", "9"), "workers: got 9, expected 1 to 8"),
-        (ask("--workers", "127.0.0.1:9,127.0.0.1:9"), "each worker once"),
+        (
+            ask("--workers", "127.0.0.1:9,127.0.0.1:9"),
+            "workers: got '127.0.0.1:9', expected each worker once",
+        ),
+        (["plan", "--workers", "a:9,a:9"], "workers: got 'a:9', expected each worker once"),
+        (["doctor", "--workers", "a:9,a:9"], "workers: got 'a:9', expected each worker once"),
         (ask("--max-model-len", "1"), "max_model_len: got 1"),
         (ask("--max-model-len", "5000"), "max_model_len: got 5000, expected at most 4096"),
         (ask(""), "model: got an empty name"),

@@ -430,6 +430,8 @@ def test_workers_are_a_number_or_addresses(text: str, expected: object) -> None:
         "a:99999",
         "1.5",
         "a:1;b:2",
+        "a:1,b:1,A:1",
+        ",".join(f"a:{port}" for port in range(1, 1026)),
     ],
 )
 def test_workers_that_are_neither(text: str) -> None:

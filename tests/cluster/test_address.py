@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from duckllm.cluster import open_cluster
-from duckllm.cluster.address import Address, is_loopback, parse_address
+from duckllm.cluster.address import Address, is_loopback, parse_address, parse_addresses
 from duckllm.cluster.static import StaticCluster
 from duckllm.config import ClusterConfig
 from duckllm.errors import ConfigError
@@ -101,6 +101,17 @@ def test_a_static_cluster_refuses_an_address_twice_or_malformed() -> None:
         StaticCluster(ClusterConfig(addresses=("a:1", "b")))
     with pytest.raises(ConfigError, match="expected at least one"):
         StaticCluster(ClusterConfig())
+
+
+@pytest.mark.parametrize(
+    ("first", "again"),
+    [("a:1", "a:1"), ("PC1:1", "pc1:1"), ("pc1.lan.:1", "pc1.lan:1"), ("[::1]:1", "[0:0::1]:1")],
+)
+def test_a_worker_is_listed_once_however_it_is_spelled(first: str, again: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_addresses((first, "b:1", again), "workers")
+    assert str(caught.value) == f"workers: got {again!r}, expected each worker once"
+    assert parse_addresses(("PC1:1", "pc1:2")) == (Address("PC1", 1), Address("pc1", 2))
 
 
 @pytest.mark.parametrize(("field", "value"), [("threads_per_worker", 3), ("spin_us", 0), ("prefill", "bf16")])

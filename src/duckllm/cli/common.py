@@ -14,9 +14,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from duckllm.cli.terminal import printable, wrapped
-from duckllm.cluster.address import parse_address
-from duckllm.config import SHARES, count_of, show_size
-from duckllm.errors import ConfigError
+from duckllm.cluster.address import parse_addresses
+from duckllm.config import MAX_WORKERS, SHARES, count_of, show_size
+from duckllm.errors import ConfigError, InWords
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -101,7 +101,7 @@ def parse_workers(text: str) -> int | tuple[str, ...]:
     """A number of workers to start here, or the addresses of running ones.
 
     Raises:
-        ConfigError: ``text`` is neither.
+        ConfigError: ``text`` is neither, or an address is malformed or there twice.
     """
     expected = "a number of at least 0, or addresses: name:port,name:port"
     text = text.strip()
@@ -110,7 +110,9 @@ def parse_workers(text: str) -> int | tuple[str, ...]:
     addresses = tuple(part.strip() for part in text.split(","))
     if not all(":" in address for address in addresses):
         raise ConfigError("workers", text, expected)
-    return tuple(str(parse_address(address, "workers")) for address in addresses)
+    if len(addresses) > MAX_WORKERS:
+        raise ConfigError("workers", InWords(f"{len(addresses)} addresses"), f"at most {MAX_WORKERS}")
+    return tuple(str(address) for address in parse_addresses(addresses, "workers"))
 
 
 def refuse_unused(verb: Callable[..., object], given: Mapping[str, object], expected: str) -> None:

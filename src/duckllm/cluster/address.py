@@ -6,6 +6,7 @@ Called by the worker (what to listen on) and by the cluster (where to connect); 
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from duckllm.errors import ConfigError
@@ -25,6 +26,13 @@ class Address:
 
     def __str__(self) -> str:
         return f"[{self.name}]:{self.port}" if ":" in self.name else f"{self.name}:{self.port}"
+
+    @property
+    def end(self) -> tuple[str, int]:
+        """Name and port in the one form that all spellings of them have: ``PC1`` is ``pc1``."""
+        if _is_ip_address(self.name):
+            return ipaddress.ip_address(self.name).compressed, self.port
+        return self.name.lower().removesuffix("."), self.port
 
 
 def parse_address(text: str, field: str = "addresses", *, allow_port_0: bool = False) -> Address:
@@ -52,6 +60,25 @@ def parse_address(text: str, field: str = "addresses", *, allow_port_0: bool = F
     if not (colon and well_formed and digits and lowest <= int(port) <= 65535):
         raise ConfigError(field, text, expected)
     return Address(name, int(port))
+
+
+def parse_addresses(entries: Iterable[str], field: str = "addresses") -> tuple[Address, ...]:
+    """The addresses of workers, in their order.
+
+    Args:
+        entries: What the user wrote of each.
+        field: Where it was written, for the error.
+
+    Raises:
+        ConfigError: One is not of the form ``name:port``, or is there twice, however it is spelled.
+    """
+    found: dict[tuple[str, int], Address] = {}
+    for entry in entries:
+        address = parse_address(entry, field)
+        if address.end in found:
+            raise ConfigError(field, entry, "each worker once")
+        found[address.end] = address
+    return tuple(found.values())
 
 
 def is_loopback(ip_address: str) -> bool:

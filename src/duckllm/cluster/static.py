@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from duckllm.cluster.address import parse_address
+from duckllm.cluster.address import parse_addresses
 from duckllm.cluster.base import Cluster
 from duckllm.cluster.connect import Connection
 from duckllm.cluster.plan import WorkerPlan
@@ -30,15 +30,12 @@ class StaticCluster(Cluster):
     """
 
     def __init__(self, config: ClusterConfig) -> None:
-        addresses = [parse_address(entry) for entry in config.addresses]
+        addresses = parse_addresses(config.addresses)
         if not addresses:
             raise ConfigError("addresses", config.addresses, "at least one name:port")
-        for entry, address in zip(config.addresses, addresses, strict=True):
-            if addresses.count(address) > 1:
-                raise ConfigError("addresses", entry, "each worker once")
         num_workers = config.num_workers
         super().__init__(config, addresses[:num_workers], config.cluster_token)
-        self.spares = tuple(addresses[num_workers:])
+        self.spares = addresses[num_workers:]
 
     def begin(self, plans: Sequence[WorkerPlan]) -> None:
         """As :meth:`Cluster.begin`; a spare that is not there, or refuses, is a warning in the log."""
