@@ -126,8 +126,8 @@ def test_plan_asks_running_workers(demo_folder: Path, tmp_path: Path) -> None:
             run("plan", demo_folder, "--workers", addresses)
     flock = read_flock(written)
     assert [(each.read_gb_per_s, each.isa, each.machine) for each in flock.nodes] == [
-        (12.5, facts["workers"][0]["isa"].partition("+")[0], "host"),
-        (37.5, "scalar", "host"),
+        (12.5, facts["workers"][0]["isa"].partition("+")[0], "this host"),
+        (37.5, "scalar", "this host"),
     ]
     assert [each.name.partition(" at ")[2] for each in flock.nodes] == [
         str(first.address),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from duckllm._native import select_isa
 from duckllm.bench.token_ceilings import LinkFacts
@@ -15,7 +18,7 @@ from duckllm.cli import plan_nodes
 from duckllm.cluster.connect import WorkerInfo
 from duckllm.cluster.survey import RoundTrip
 from duckllm.config import available_cores, total_memory_bytes
-from duckllm.device import CPU
+from duckllm.device import CPU, Device
 from duckllm.engine.cache_size import card_of
 from duckllm.errors import ConfigError
 from duckllm.forecast.flock import GIB, Computer, Machine, flock_of, read_flock
@@ -164,10 +167,16 @@ def worker(address: str, **said: object) -> tuple[WorkerInfo, RoundTrip]:
     return WorkerInfo(address, **(values | said)), RoundTrip(64, (80.0, 91.234, 120.0))  # type: ignore[arg-type]
 
 
-def test_a_file_is_written_of_workers_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they say and what is measured here comes back; what is a guess says so."""
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round numbers in place of what is measured here."""
     monkeypatch.setattr(plan_nodes, "this_machine_gb_per_s", lambda: 50.0)
     monkeypatch.setattr(plan_nodes, "_gflop_of_core", lambda isas: dict.fromkeys(isas, 100.0))
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_file_is_written_of_workers_that_run() -> None:
+    """What they say and what is measured here comes back; what is a guess says so."""
     links = {"a": LinkFacts("eth0", 2.5), "b": LinkFacts("eth1"), "127.0.0.1": LinkFacts("loopback")}
     asked = [
         worker("a:1", name="attic"),
@@ -183,22 +192,96 @@ def test_a_file_is_written_of_workers_that_run(monkeypatch: pytest.MonkeyPatch) 
         Computer("attic", 4, 30.0, 400.0, 16.0, 2.5, "avx2", 91.23),
         Computer('st"udy', 2, 30.0, 200.0, 8.0, 1.0, "scalar", 91.23, "b"),
         Computer("b:2", 2, 20.0, 200.0, 8.0, 1.0, "avx2", 91.23, "b"),
-        Computer("127.0.0.1:1", 1, 11.0, 100.0, 8.0, 1.0, "avx2", 91.23, "host"),
+        Computer("127.0.0.1:1", 1, 11.0, 100.0, 8.0, 1.0, "avx2", 91.23, "this host"),
     )
-    assert flock.machines == {"b": Machine(4, 30.0), "host": Machine(cores, 50.0)}
+    assert flock.machines == {"b": Machine(4, 30.0), "this host": Machine(cores, 50.0)}
     memory_gib = round(total_memory_bytes() / 2 / GIB, 2)
-    assert flock.host == Computer("host", cores, 50.0, 100.0 * cores, memory_gib, 2.5, isa, machine="host")
+    assert flock.host == Computer(
+        "host", cores, 50.0, 100.0 * cores, memory_gib, 2.5, isa, machine="this host"
+    )
     assert flock.card is None
     assert text.count("# an assumption: nothing here says it") == 2
     assert text.count("# an estimate: cores of this host") == 4
 
 
-def test_what_no_worker_says_is_to_be_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_nodes, "this_machine_gb_per_s", lambda: 50.0)
-    monkeypatch.setattr(plan_nodes, "_gflop_of_core", lambda isas: dict.fromkeys(isas, 100.0))
+@pytest.mark.usefixtures("unmeasured")
+def test_what_no_worker_says_is_to_be_filled_in() -> None:
     asked = [worker("a:1", read_gb_per_s=None)]
     text, missing = plan_nodes.nodes_text(asked, {}, card_of(24 * GIB), lambda _: LinkFacts("eth0", 10.0))
     assert missing == ["host's card", "a:1's read_gb_per_s"]
     assert "# card =                     # one of duckllm plan --presets, or {vram_gib = 24, gb_per_s" in text
     with pytest.raises(ConfigError, match=r"nodes\[0\]\.read_gb_per_s: got nothing, expected a figure"):
         flock_of(tomllib.loads(text))
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_machine_called_host_is_not_the_host() -> None:
+    links = {"host": LinkFacts("eth0", 1.0), "localhost": LinkFacts("loopback")}
+    asked = [worker("host:1", threads=2), worker("localhost:1"), worker("host:2", threads=2)]
+    text, missing = plan_nodes.nodes_text(asked, {}, CPU, links.__getitem__)
+    assert missing == []
+    flock = flock_of(tomllib.loads(text))
+    assert [node.machine for node in flock.nodes] == ["host", "this host", "host"]
+    assert [node.memory_gib for node in flock.nodes] == [8.0, 8.0, 8.0]
+    assert flock.host.machine == "this host"
+    assert flock.machines == {"host": Machine(4, 30.0), "this host": Machine(available_cores(), 50.0)}
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_figures_that_no_file_holds_are_the_nearest_and_say_so() -> None:
+    asked = [worker("a:1", read_gb_per_s=1e-5, memory_bytes=1), worker("b:1", threads=5000)]
+    text, missing = plan_nodes.nodes_text(asked, {}, CPU, lambda _: LinkFacts("eth0", 1.0))
+    assert missing == []
+    flock = flock_of(tomllib.loads(text))
+    assert [(node.read_gb_per_s, node.memory_gib) for node in flock.nodes] == [(0.001, 0.001), (30.0, 16.0)]
+    assert [node.cores for node in flock.nodes] == [4, 4096]
+    assert "read_gb_per_s = 0.001        # not 1e-05, which no file of nodes holds\n" in text
+
+
+WORDS = st.text(st.characters(exclude_categories=("C", "Z")) | st.just(" "), max_size=100)
+# What hello takes, and names of machines that parse_address does.
+SAID = st.fixed_dictionaries(
+    {
+        "isa": st.sampled_from(("avx2", "avx512+amx", "scalar")) | WORDS,
+        "threads": st.integers(0, 2**63 - 1) | st.integers(0, 99),
+        "memory_bytes": st.integers(0, 2**63 - 1),
+        "read_gb_per_s": st.none() | st.floats(0, 1e6, exclude_min=True),
+        "name": WORDS,
+    }
+)
+PLACES = st.sampled_from(
+    ("host", "this-host", "a", "[::1]", "127.0.0.1", "b" * 120, "b" * 119 + "c", "\u540d")
+)
+RATES = st.none() | st.floats(0, 1e7, exclude_min=True)
+
+
+@pytest.mark.usefixtures("unmeasured")
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    said=st.lists(st.tuples(PLACES, SAID, st.floats(0, 1e7)), min_size=1, max_size=5),
+    rate=RATES,
+    device=st.sampled_from((CPU, card_of(24 * GIB))),
+)
+def test_whatever_workers_say_the_file_is_read_once_it_is_filled_in(
+    said: list[tuple[str, dict[str, Any], float]], rate: float | None, device: Device
+) -> None:
+    """And it lacks what it says that it lacks, no more."""
+    asked = [
+        (worker(f"{place}:{number}", **facts)[0], RoundTrip(64, (trip_us,)))
+        for number, (place, facts, trip_us) in enumerate(said, 1)
+    ]
+    links = {place: LinkFacts("loopback") for place in ("127.0.0.1", "::1")}
+    text, missing = plan_nodes.nodes_text(
+        asked, {}, device, lambda place: links.get(place, LinkFacts("eth0", rate))
+    )
+    filled, count = re.subn(
+        r"^# (isa|card|read_gb_per_s) = .*$",
+        lambda found: f"{found[1]} = " + {"isa": '"avx2"', "card": '"rtx-5090"'}.get(found[1], "9"),
+        text,
+        flags=re.MULTILINE,
+    )
+    assert count == len(missing)
+    flock = flock_of(tomllib.loads(filled))
+    here = [place in ("[::1]", "127.0.0.1") for place, _, _ in said]
+    assert [node.machine == "this host" for node in flock.nodes] == here
+    assert (flock.host.machine == "this host") is any(here)

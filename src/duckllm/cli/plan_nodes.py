@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 Asked = Sequence[tuple["WorkerInfo", "RoundTrip"]]
 _GIB = 1 << 30
-_HERE = "host"  # the name of the host's machine, where workers are on it
+_HERE = "this host"  # the host's machine, where workers are on it: no address is called so
+_TO_MEASURE = "duckllm bench roofline there measures it"
 _REPEATS = 3
 
 
@@ -92,13 +93,16 @@ def nodes_text(
     """The file's text, and the fields that it lacks; arguments as of :func:`write_nodes`."""
     from duckllm import _native
     from duckllm.cluster.address import parse_address
-    from duckllm.forecast.flock import Machine
-    from duckllm.forecast.write_flock import WrittenComputer, flock_text
+    from duckllm.forecast.flock import ISAS
+    from duckllm.forecast.write_flock import WrittenComputer, flock_text, shortened
 
     places = [parse_address(info.address).name for info, _ in asked]
     links = {place: link_of(place) for place in dict.fromkeys(places)}
-    is_here = {place: link.words == "loopback" for place, link in links.items()}
-    shared = Counter(_HERE if is_here[place] else place for place in places)
+    on = {
+        place: _HERE if link.words == "loopback" else _machine_name(place, number)
+        for number, (place, link) in enumerate(links.items())
+    }
+    shared = Counter(on[place] for place in places)
     if _HERE in shared:
         shared[_HERE] += 1  # the host itself
     called = [_name(names.get(info.address) or info.name, info.address) for info, _ in asked]
@@ -107,50 +111,69 @@ def nodes_text(
     isas = {_isa(info) for info, _ in asked} & set(_native.available_isas()) | {isa_here}
     gflop_of_core = _gflop_of_core(sorted(isas))
     read_here = this_machine_gb_per_s()
-    machines: dict[str, Machine] = {}
     nodes = []
     for (info, trip), place, name in zip(asked, places, called, strict=True):
-        machine = _HERE if is_here[place] else place
+        machine = on[place]
         rate = links[place].gbit_per_s
         gflop = info.threads * gflop_of_core.get(_isa(info), gflop_of_core[isa_here])
         notes = {
             "gflop_per_s": "an estimate: cores of this host; duckllm bench roofline there measures it",
             "link_gbit_per_s": "no wire on one machine: any number"
-            if is_here[place]
+            if machine == _HERE
             else "that of this host's interface to it"
             if rate
             else "an assumption: nothing here says it",
         }
         if info.read_gb_per_s is None:
-            notes["read_gb_per_s"] = "duckllm bench roofline there measures it"
+            notes["read_gb_per_s"] = _TO_MEASURE
         values: dict[str, str | float | None] = {
             "name": name if times_called[name] == 1 else f"{name} at {info.address}",
             "cores": info.threads,
             "isa": _isa(info),
-            "read_gb_per_s": _rounded(info.read_gb_per_s),
-            "gflop_per_s": _rounded(gflop),
-            "memory_gib": _rounded(info.memory_bytes / shared[machine] / _GIB),
+            "read_gb_per_s": info.read_gb_per_s,
+            "gflop_per_s": gflop,
+            "memory_gib": info.memory_bytes / shared[machine] / _GIB,
             "link_gbit_per_s": rate or 1.0,
-            "round_trip_us": _rounded(trip.median_us),
+            "round_trip_us": trip.median_us,
         }
+        if _isa(info) not in ISAS:
+            values["isa"] = None
+            notes["isa"] = f"one of {', '.join(ISAS)}: its worker says {_isa(info)}"
         if shared[machine] > 1:
             notes["memory_gib"] = _part_of(info.memory_bytes, shared[machine])
             values["machine"] = machine
-            if is_here[place]:
-                machines[machine] = Machine(available_cores(), round(read_here, 2))
-            else:
-                before = machines.get(machine, Machine(0, 0.0))
-                read = max(before.read_gb_per_s, round(info.read_gb_per_s or 0.0, 2))
-                machines[machine] = Machine(before.cores + info.threads, read)
         nodes.append(WrittenComputer(values, notes))
+    machines = {
+        machine: WrittenComputer({"cores": available_cores(), "read_gb_per_s": read_here})
+        if machine == _HERE
+        else _shared_machine(
+            [info for (info, _), place in zip(asked, places, strict=True) if on[place] == machine]
+        )
+        for machine, programs in shared.items()
+        if programs > 1
+    }
     rates = [link.gbit_per_s for link in links.values() if link.gbit_per_s]
     host = _host(
         device, isa_here, read_here, gflop_of_core[isa_here], max(rates, default=None), max(1, shared[_HERE])
     )
     title = "Written by duckllm plan --write-nodes; docs/planning.md says what each field is."
-    missing = [f"host's {name}" for name in host.missing]
-    missing += [f"{node.values['name']}'s {name}" for node in nodes for name in node.missing]
+    lacks = [("host", host)]
+    lacks += [(shortened(str(node.values["name"])), node) for node in nodes]
+    lacks += [(f"machine {name}", machine) for name, machine in machines.items()]
+    missing = [f"{whose}'s {name}" for whose, each in lacks for name in each.missing]
     return flock_text(title, host, nodes, machines), missing
+
+
+def _shared_machine(workers: Sequence[WorkerInfo]) -> WrittenComputer:
+    """The machine that these workers share, as far as they say what it is."""
+    from duckllm.forecast.write_flock import WrittenComputer
+
+    speeds = [info.read_gb_per_s for info in workers if info.read_gb_per_s is not None]
+    values: dict[str, str | float | None] = {
+        "cores": sum(info.threads for info in workers),
+        "read_gb_per_s": max(speeds, default=None),
+    }
+    return WrittenComputer(values, {} if speeds else {"read_gb_per_s": _TO_MEASURE})
 
 
 def _host(
@@ -167,9 +190,9 @@ def _host(
     values: dict[str, str | float | None] = {
         "cores": available_cores(),
         "isa": isa,
-        "read_gb_per_s": _rounded(read_gb_per_s),
-        "gflop_per_s": _rounded(available_cores() * gflop_of_core),
-        "memory_gib": _rounded(total_memory_bytes() / programs / _GIB),
+        "read_gb_per_s": read_gb_per_s,
+        "gflop_per_s": available_cores() * gflop_of_core,
+        "memory_gib": total_memory_bytes() / programs / _GIB,
         "link_gbit_per_s": gbit_per_s or 1.0,
     }
     notes = {"read_gb_per_s": "measured", "gflop_per_s": "measured"}
@@ -201,10 +224,13 @@ def _name(name: str, address: str) -> str:
     return name if name and name.isprintable() and len(name) <= 100 else address
 
 
+def _machine_name(place: str, number: int) -> str:
+    """The machine's at an address; a number where a file of nodes would not hold that."""
+    from duckllm.forecast.flock import MOST_CHARACTERS
+
+    return place if len(place) <= MOST_CHARACTERS else f"machine {number}"
+
+
 def _part_of(memory_bytes: int, programs: int) -> str:
     total = memory_bytes / _GIB
     return f"of the machine's {total:.2f}, in equal parts for {programs} programs: move it among them"
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 2)

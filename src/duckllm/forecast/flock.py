@@ -19,8 +19,9 @@ from duckllm.forecast.presets import CARDS, COMPUTERS
 
 GIB = 1 << 30
 ISAS = ("scalar", "avx2", "avx512")
-_MOST_BYTES = 1 << 20
-_LEAST, _MOST = 1e-3, 1e6
+LEAST, MOST = 1e-3, 1e6  # of a figure, which is below the latter
+MOST_CORES, MOST_CHARACTERS = 4096, 100
+_MOST_BYTES = 4 << 20  # more than the most nodes need, whatever they are called
 _NUMBERS = ("read_gb_per_s", "gflop_per_s", "memory_gib", "link_gbit_per_s")
 _OF_COMPUTER = ("preset", "name", "cores", "isa", "round_trip_us", "machine", *_NUMBERS)
 _NEEDED = ("cores", *_NUMBERS)
@@ -192,20 +193,24 @@ def _table(where: str, found: Any, known: tuple[str, ...] | None) -> Mapping[str
 
 
 def _number(where: str, value: Any) -> float:
-    if type(value) not in (int, float) or not _LEAST <= value < _MOST:
-        raise ConfigError(where, value, f"a number from {_LEAST} to below {_MOST:.0f}")
+    if type(value) not in (int, float) or not LEAST <= value < MOST:
+        raise ConfigError(where, _shown(value), f"a number from {LEAST} to below {MOST:.0f}")
     return float(value)
 
 
 def _cores(where: str, value: Any) -> int:
-    if type(value) is not int or not 1 <= value <= 4096:
-        raise ConfigError(where, value, "a number from 1 to 4096")
+    if type(value) is not int or not 1 <= value <= MOST_CORES:
+        raise ConfigError(where, _shown(value), f"a number from 1 to {MOST_CORES}")
     return value
 
 
+def _shown(value: Any) -> Any:
+    return InWords("nothing") if value is None else value
+
+
 def _text(where: str, value: Any) -> str:
-    if not isinstance(value, str) or not value.isprintable() or len(value) > 100:
-        raise ConfigError(where, value, "a name of at most 100 characters")
+    if not isinstance(value, str) or not value.isprintable() or len(value) > MOST_CHARACTERS:
+        raise ConfigError(where, value, f"a name of at most {MOST_CHARACTERS} characters")
     return value
 
 
