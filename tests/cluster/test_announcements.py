@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import types
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from duckllm.cluster.discovery_announcement import (
     reachable,
     sign,
 )
+from duckllm.cluster.discovery_mdns import texts_of
 from duckllm.errors import ConfigError, ProtocolError
 
 TOKEN = "swan"
@@ -161,3 +163,17 @@ def test_where_a_worker_says_that_it_is() -> None:
     assert listening_at(Address("0.0.0.0", 7), []) == ([], ())
     with pytest.raises(ConfigError, match=r"listen: got .*expected an IPv4 address with --announce"):
         listening_at(Address("::1", 7), NETWORKS)
+
+
+def test_every_text_under_a_name_is_read() -> None:
+    zeroconf = pytest.importorskip("zeroconf")
+    names = ("duck-1.local.", "duck-1.local.", "duck-2.local.", "duck-1.local.")
+    records: list[Any] = [
+        zeroconf.DNSText(name, 16, 1, 120, text)
+        for name, text in zip(names, (b"first", b"second", b"other", b""), strict=True)
+    ]
+    records.append(zeroconf.DNSPointer("duck-1.local.", 12, 1, 120, "alias.local."))
+    heard = types.SimpleNamespace(cache=zeroconf.DNSCache())
+    heard.cache.async_add_records(records)
+    assert sorted(texts_of("duck-1.local.", heard)) == [b"first", b"second"]
+    assert texts_of("duck-3.local.", heard) == []

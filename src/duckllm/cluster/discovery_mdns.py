@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 TYPES = {"node": "_duckllm._tcp.local.", "host": "_duckllm-host._tcp.local."}
 _LOOK_AGAIN_S = 5.0  # at this machine's networks, which may come, go and change
 _REQUEST_MS = 2000
+_TYPE_TEXT, _CLASS_INTERNET = 16, 1  # of records: RFC 1035, 3.2
 _MOST_REQUESTS = 64  # for records that did not come together; of more, the next news are waited for
 _MOST_REFUSALS = 64  # that are told apart, so that a flood of them is no flood of lines
 _log = logging.getLogger("duckllm")
@@ -197,12 +198,10 @@ class Listener:
             return
         try:
             info = ServiceInfo(service_type, name)
-            info.load_from_cache(zeroconf)
+            if self._read_all(label, info, zeroconf):
+                return
         except Exception as error:  # of a malformed name
             self._note(label, f"its records: {error}")
-            return
-        if info.text:
-            self._read(label, info)
             return
         with self._guard:
             if self._num_requests >= _MOST_REQUESTS:
@@ -216,11 +215,19 @@ class Listener:
         try:
             with contextlib.suppress(Exception):
                 await info.async_request(self._zeroconf, _REQUEST_MS)
-            if info.text:
-                self._read(label, info)
+            self._read_all(label, info, self._zeroconf)
         finally:
             with self._guard:
                 self._num_requests -= 1
+
+    def _read_all(self, label: str, info: ServiceInfo, zeroconf: Zeroconf) -> bool:
+        """Reads what is known of a service; False where that is nothing."""
+        from zeroconf import ServiceInfo
+
+        texts = texts_of(info.name, zeroconf)
+        for text in texts:
+            self._read(label, ServiceInfo(info.type, info.name, properties=text))
+        return bool(texts)
 
     def _read(self, label: str, info: ServiceInfo) -> None:
         try:
@@ -243,6 +250,13 @@ class Listener:
                 return
             self._refused.add(key)
         self._refuse(shown, why)
+
+
+def texts_of(name: str, zeroconf: Zeroconf) -> list[bytes]:
+    """Every text record that was heard under a service's name: others may use a node's, and not hide it."""
+    records = zeroconf.cache.get_all_by_details(name, _TYPE_TEXT, _CLASS_INTERNET)
+    texts: list[bytes] = [getattr(record, "text", b"") for record in records]
+    return [text for text in texts if text]
 
 
 def open_zeroconf(interfaces: Sequence[str] | None) -> Zeroconf:
