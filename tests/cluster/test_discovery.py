@@ -9,13 +9,17 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from duckllm.cluster import discovery as discovery_module
+from duckllm.cluster import discovery_cluster
 from duckllm.cluster.address import Address
+from duckllm.cluster.base import Cluster
 from duckllm.cluster.connect import WorkerInfo
 from duckllm.cluster.discovery import BUSY, GONE, NEW, REFUSED, WAITING, Discovery
 from duckllm.cluster.discovery_announcement import Announcement
@@ -29,6 +33,8 @@ from duckllm.errors import (
     WorkerUnavailableError,
 )
 from duckllm.llm import LLM
+from duckllm.weights.manifest import Manifest
+from worker_harness import plan_for, running_worker
 
 NETWORKS = [ipaddress.IPv4Interface("10.0.0.1/24")]
 Ask = Callable[[Address], WorkerInfo]
@@ -355,23 +361,76 @@ def test_a_node_that_another_host_has_taken_since_is_left_to_it(
             found.take(str(number), node(f"n{number}", number))
         wait = found.wait
         monkeypatch.setattr(found, "wait", lambda count, limit_s: wait(count, limit_s, 0.02))
+        monkeypatch.setattr(discovery_cluster, "_LONGEST_RETREAT_S", 0.02)
         cluster = DiscoveredCluster(config, found)
         assert cluster.addresses == (at(2), at(3))
-        nodes.busy = {at(2)}
+        nodes.busy = {at(3)}
         closed: list[Address] = []
 
-        def greet(address: Address, *_: object) -> object:
-            said = types.SimpleNamespace(info=nodes(address), close=lambda: closed.append(address))
-            return said
+        def greet(_: object, address: Address, *__: object) -> object:
+            return types.SimpleNamespace(info=nodes(address), close=lambda: closed.append(address))
 
-        monkeypatch.setattr(cluster, "_greet", greet)
+        monkeypatch.setattr(Cluster, "_greet", greet)
         infos = cluster.greet()
-        assert [each.address for each in infos] == [str(at(3)), str(at(4))]
-        assert cluster.addresses == (at(3), at(4))
-        assert closed == [at(2), at(3)]  # of the first attempt
+        assert [each.address for each in infos] == [str(at(2)), str(at(4))]
+        assert cluster.addresses == (at(2), at(4))
+        assert sorted(closed, key=str) == [at(2), at(3)]  # of the first attempt
         [other] = cluster.other_nodes
-        assert (other.name, other.state, other.problem) == ("n2", "busy", "it serves another host")
+        assert (other.name, other.state, other.problem) == ("n3", "busy", "it serves another host")
         cluster.close()
+
+
+def test_nodes_that_are_wanted_are_asked_more_often(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery_module, "_NUM_ASKED_SOON", 1)
+    monkeypatch.setattr(discovery_module, "_WANTED_S", 0.01)
+    nodes.busy = {at(2)}
+    nodes.problems[at(3)] = WorkerUnavailableError("worker 10.0.0.3:7411 is not available: no route")
+    with searching(nodes) as found:
+        for number in (2, 3):
+            found.take(str(number), node(f"n{number}", number))
+        until(lambda: states(found) == {"n2": BUSY, "n3": GONE})
+        num_asked = len(nodes.asked)
+        with pytest.raises(WorkerUnavailableError, match="found none"):
+            found.wait(1, 0.2, 0.01)
+        assert {at(2), at(3)} <= set(nodes.asked[num_asked:])
+        freed = threading.Timer(0.1, nodes.busy.clear)
+        freed.start()
+        assert [each.name for each in found.wait(1, 20, 0.01)] == ["n2"]
+        freed.join()
+
+
+def test_two_hosts_that_start_together_part_the_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Manifest
+) -> None:
+    """Both choose the first node, and either may come first; each ends with one of its own."""
+    monkeypatch.setattr(discovery_module, "_SOON_S", 0.05)
+    monkeypatch.setattr(discovery_cluster, "_LONGEST_RETREAT_S", 0.1)
+    config = ClusterConfig(cluster="discover", cluster_token="swan", discover_wait_s=30, workers=1)
+    loopback = [ipaddress.IPv4Interface("127.0.0.1/8")]
+    with ExitStack() as stack:
+        workers = [stack.enter_context(running_worker(tmp_path, token="swan")) for _ in range(2)]
+        clusters = []
+        for _ in range(2):
+            found = Discovery("swan", start=Silence, networks=loopback)
+            for number, worker in enumerate(workers):
+                found.take(str(number), Announcement("node", f"n{number}", (worker.address,), time_us=1))
+            monkeypatch.setattr(
+                found, "wait", lambda count, limit_s, wait=found.wait: wait(count, limit_s, 0.05)
+            )
+            clusters.append(stack.enter_context(DiscoveredCluster(config, found)))
+        assert [each.addresses for each in clusters] == [(workers[0].address,)] * 2
+        together = threading.Barrier(2)
+
+        def begin(cluster: DiscoveredCluster) -> None:
+            together.wait(20)
+            cluster.greet()
+            cluster.begin(plan_for(model))
+            for connection in cluster.wait_ready():
+                stack.callback(connection.close)
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(begin, clusters))
+        assert {each.addresses[0] for each in clusters} == {each.address for each in workers}
 
 
 def test_how_many_are_waited_for() -> None:

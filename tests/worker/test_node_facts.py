@@ -13,7 +13,7 @@ import pytest
 from duckllm import _native
 from duckllm._native import ErrorCode, FrameType
 from duckllm.cluster.connect import Connection
-from duckllm.errors import ConfigError, ProtocolError
+from duckllm.errors import ConfigError, ProtocolError, WorkerUnavailableError
 from duckllm.weights.manifest import Manifest
 from duckllm.worker import read_speed as module
 from duckllm.worker import server as server_module
@@ -70,7 +70,34 @@ def test_a_worker_says_whether_it_serves_another_host(model: Manifest, tmp_path:
         assert [said(""), said("another"), said("a session")] == [True, True, False]
         first.close()
         until = time.monotonic() + 20
-        while said("another"):
+        while said(""):
+            assert time.monotonic() < until
+
+
+def test_a_worker_is_held_from_hello_on_by_a_host_that_names_its_session(
+    model: Manifest, tmp_path: Path
+) -> None:
+    with running_worker(tmp_path) as worker:
+        first = Connection(worker.address, None, 10.0, "a session")
+        second = Connection(worker.address, None, 10.0, "another")
+        asked = Connection(worker.address, None, 10.0)
+        assert [each.info.is_busy for each in (first, second, asked)] == [False, True, True]
+        # The second one cannot take it by being faster.
+        second.send_plan(plan_for(model)[0])
+        with pytest.raises(WorkerUnavailableError, match="busy: this worker serves another host"):
+            second.wait_ready(20.0)
+        first.send_plan(plan_for(model)[0])
+        first.wait_ready(20.0)
+        for each in (first, second, asked):
+            each.close()
+        # One that leaves without a plan gives it back; one that only asks never had it.
+        until = time.monotonic() + 20
+        while True:
+            asked, third = (Connection(worker.address, None, 10.0, name) for name in ("", "a third"))
+            asked.close()
+            third.close()
+            if not third.info.is_busy:
+                break
             assert time.monotonic() < until
 
 

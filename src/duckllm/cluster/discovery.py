@@ -30,10 +30,11 @@ SETTLE_S = 2.0  # no news for so long: whoever runs has answered, as questions g
 _ASK_TIMEOUT_S = 3.0
 _ASK_AGAIN_S = 30.0  # a node that waits, is busy or is gone
 _SOON_S = 1.0  # one that has just announced itself and does not answer yet
+_WANTED_S = 2.0  # one that is busy or gone, while a host lacks nodes
 _NUM_ASKED_SOON = 5
 _ASKED_TOGETHER = 16
 _MOST_REFUSALS = 64  # that are kept to be shown
-_BUSY_PROBLEM = "it serves another host"
+BUSY_PROBLEM = "it serves another host"
 _log = logging.getLogger("duckllm")
 
 
@@ -74,7 +75,8 @@ class _Entry:
     label: str
     time_us: int
     num_asked: int = 0
-    ask_at_s: float = 0.0  # time.monotonic()
+    asked_s: float = 0.0  # time.monotonic(), as those below
+    ask_at_s: float = 0.0
     changed_s: float = 0.0
 
 
@@ -199,17 +201,26 @@ class Discovery:
                 entry.ask_at_s = time.monotonic() + _SOON_S
                 self._changed.notify_all()
 
-    def busy(self, addresses: Iterable[Address]) -> None:
-        """Has nodes that were found to serve another host asked before they are taken in again."""
+    def busy(self, address: Address) -> None:
+        """Has a node that was found to serve another host asked before it is taken in again."""
         with self._changed:
-            for address in addresses:
-                entry = self._entries.get(address)
-                if entry is not None and entry.node.state == WAITING:
-                    entry.node = replace(entry.node, state=BUSY, problem=_BUSY_PROBLEM)
-                    entry.num_asked = 0
-                    entry.ask_at_s = time.monotonic() + _SOON_S
-                    _say(entry.node, WAITING)
-            self._changed.notify_all()
+            entry = self._entries.get(address)
+            if entry is not None and entry.node.state == WAITING:
+                entry.node = replace(entry.node, state=BUSY, problem=BUSY_PROBLEM)
+                entry.num_asked = 0
+                entry.ask_at_s = time.monotonic() + _SOON_S
+                _say(entry.node, WAITING)
+                self._changed.notify_all()
+
+    def hurry(self) -> None:
+        """Has those that are busy or gone asked again soon, as a host lacks nodes; to be called meanwhile."""
+        with self._changed:
+            before = [entry.ask_at_s for entry in self._entries.values()]
+            for entry in self._entries.values():
+                if entry.node.state in (BUSY, GONE):
+                    entry.ask_at_s = min(entry.ask_at_s, entry.asked_s + _WANTED_S)
+            if before != [entry.ask_at_s for entry in self._entries.values()]:
+                self._changed.notify_all()
 
     def wait(
         self, count: int, limit_s: float, settle_s: float = SETTLE_S, *, with_busy: bool = False
@@ -236,7 +247,9 @@ class Discovery:
                 num_there = states.count(WAITING) + (states.count(BUSY) if with_busy else 0)
                 if (is_settled and num_there >= count) or now >= deadline:
                     break
-                wake_s = deadline if now >= quiet_at_s else min(deadline, quiet_at_s)
+                if num_there < count:
+                    self.hurry()
+                wake_s = min(deadline, now + _WANTED_S if now >= quiet_at_s else quiet_at_s)
                 self._changed.wait(wake_s - now)
         found = self.waiting()
         if with_busy:
@@ -307,7 +320,7 @@ class Discovery:
         try:
             info = self._ask(address)
             if info.is_busy:
-                state, problem = BUSY, _BUSY_PROBLEM
+                state, problem = BUSY, BUSY_PROBLEM
         except WorkerUnavailableError as error:
             state, problem = GONE, str(error)
         except ClusterError as error:
@@ -320,6 +333,7 @@ class Discovery:
                 return
             now, before = time.monotonic(), entry.node
             entry.num_asked += 1
+            entry.asked_s = now
             is_soon = state in (BUSY, GONE) and entry.num_asked < _NUM_ASKED_SOON
             entry.ask_at_s = now + (_SOON_S * entry.num_asked if is_soon else _ASK_AGAIN_S)
             if is_soon and state == GONE and before.state == NEW:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
+import time
 from dataclasses import dataclass
 
 from duckllm.cluster.address import Address
 from duckllm.cluster.base import Cluster, OtherNode
 from duckllm.cluster.connect import Connection, WorkerInfo
-from duckllm.cluster.discovery import BUSY, GONE, REFUSED, Discovery, FoundNode
+from duckllm.cluster.discovery import BUSY, BUSY_PROBLEM, GONE, REFUSED, Discovery, FoundNode
 from duckllm.cluster.discovery_mdns import check_interface, check_zeroconf
+from duckllm.cluster.shared_memory import SharedChannel
 from duckllm.config import ClusterConfig
-from duckllm.errors import ConfigError
+from duckllm.errors import ConfigError, WorkerUnavailableError
+
+_LONGEST_RETREAT_S = 1.0  # before a host that met another one looks for nodes again
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,14 @@ def find_search(config: ClusterConfig) -> Search:
         raise ConfigError("cluster_token", None, expected, "--token-file FILE or $DUCKLLM_CLUSTER_TOKEN")
     interface = config.cluster.partition(":")[2] if config.cluster else ""
     return Search(config.cluster_token, check_interface(interface) if interface else None)
+
+
+class _TakenError(WorkerUnavailableError):
+    """A node serves another host."""
+
+    def __init__(self, address: Address) -> None:
+        super().__init__(f"worker {address}: {BUSY_PROBLEM}")
+        self.address = address
 
 
 class DiscoveredCluster(Cluster):
@@ -79,14 +92,15 @@ class DiscoveredCluster(Cluster):
             ClusterError: A worker is not available, or too few are free within ``config.discover_wait_s``.
         """
         while True:
-            infos = super().greet()
-            taken = [self.addresses[worker] for worker, info in enumerate(infos) if info.is_busy]
-            if not taken:
-                return infos
-            self._hang_up()
-            self.addresses = ()  # all others are free for this host again
-            self._discovery.busy(taken)
-            self.addresses = _choose(self._discovery, self.config)
+            try:
+                return super().greet()
+            except _TakenError as error:
+                # This host has let go of those that it held: another may wait for them, as this one would for
+                # those that the other holds. Whoever is back first gets them.
+                self.addresses = ()  # all others are free for this host again
+                self._discovery.busy(error.address)
+                time.sleep(random.uniform(0.0, _LONGEST_RETREAT_S))
+                self.addresses = _choose(self._discovery, self.config)
 
     @property
     def other_nodes(self) -> tuple[OtherNode, ...]:
@@ -106,7 +120,15 @@ class DiscoveredCluster(Cluster):
             for node in [*known, *refused]
         )
 
+    def _greet(self, address: Address, timeout_s: float, shared: SharedChannel | None = None) -> Connection:
+        connection = super()._greet(address, timeout_s, shared)
+        if connection.info.is_busy:
+            connection.close()
+            raise _TakenError(address)
+        return connection
+
     def _bring_back(self, worker: int, deadline: float, attempt_s: float, *, is_silent: bool) -> Connection:
+        self._discovery.hurry()
         own, name = self.addresses[worker], self._workers[worker].name
         waiting = sorted(self._discovery.waiting(), key=lambda node: node.name != name)
         others = [node.address for node in waiting if node.address is not None]

@@ -28,11 +28,10 @@ from duckllm.weights.e4m3 import U8
 from duckllm.weights.recode import huge_page_bytes, may_reserve
 from duckllm.worker.config import WorkerConfig
 from duckllm.worker.node import hello_facts
+from duckllm.worker.occupancy import Occupancy
 from duckllm.worker.scratch import check_scratch
 from duckllm.worker.weights import MappedSlice, WorkerWeights
 
-# A host that reconnects at once may arrive before its last connection's end was noticed.
-BUSY_GRACE_S = 1.0
 READY_TIMEOUT_S = 10.0
 
 
@@ -60,10 +59,7 @@ class Sessions:
         self.instructions = check_prefill(config.prefill, select_isa())
         self.read_gb_per_s = config.speed or None
         self._weights = WorkerWeights(config)
-        self._active = threading.Lock()
-        self._visit: tuple[str, socket.socket] | None = (
-            None  # session and connection of the host that is served
-        )
+        self._occupancy = Occupancy()
         self._memory = worker_end(config.shared_memory) if config.shared_memory else None
         self._stopping = threading.Event()
         self._prepared: tuple[object, Prepared] | None = None
@@ -76,16 +72,12 @@ class Sessions:
         """Serves one connection to its end; never raises. Does not close it."""
         channel = ControlChannel(connection, us="this worker", peer="the host", hears_errors=False)
         try:
-            plan, session, shares_memory = self._receive_plan(channel)
-            self._end_older_visit(session)
-            if not self._active.acquire(timeout=BUSY_GRACE_S):
-                raise WorkerUnavailableError("busy: this worker serves another host")
             try:
-                self._visit = session, connection
+                plan, session, shares_memory = self._receive_plan(channel)
+                self._occupancy.take(session, connection)
                 self._serve_plan(channel, plan, peer, shares_memory)
             finally:
-                self._visit = None
-                self._active.release()
+                self._occupancy.leave(connection)
         except _OnlyAskedError:
             pass
         except PeerClosedError as error:
@@ -101,13 +93,6 @@ class Sessions:
         except Exception as error:
             channel.send_error(ErrorCode.INTERNAL, f"the worker failed: {type(error).__name__}")
             self._log(f"{peer}: failed: {traceback.format_exc()}")
-
-    def _end_older_visit(self, session: str) -> None:
-        """Ends the visit that the same host took for lost; after a broken link its end is never heard."""
-        visit = self._visit
-        if visit is not None and session and visit[0] == session:
-            with contextlib.suppress(OSError):  # it has ended by itself
-                visit[1].shutdown(socket.SHUT_RDWR)
 
     def _receive_plan(self, channel: ControlChannel) -> tuple[WorkerPlan, str, bool]:
         limit_s = self._config.handshake_timeout_s
@@ -131,8 +116,7 @@ class Sessions:
         """As :meth:`_handshake`, from the host's HELLO on."""
         session = str(theirs.get("session", ""))
         shares_memory = self._memory is not None and theirs.get("shared_memory") is True
-        visit = self._visit
-        is_busy = visit is not None and (not session or visit[0] != session)
+        is_busy = self._occupancy.hold(session, channel.connection)
         hello = hello_facts(self._config, self.instructions, self.read_gb_per_s, is_busy=is_busy)
         hello["shared_memory"] = shares_memory
         channel.send_json(FrameType.HELLO, hello, deadline=deadline)
