@@ -142,6 +142,39 @@ def test_experts_that_the_configuration_does_not_know_are_named(tmp_path: Path) 
     assert "model.layers.1.mlp.gate.weight: got shape [4, 72], expected [3, 72]" in message
 
 
+@pytest.mark.parametrize(
+    ("present", "declared", "words"),
+    [
+        ([3], 2, "got 2 with tensors of layer 3 alone, expected those of layers 3 to 4, or of"),
+        ([4], 2, "got 2 with tensors of layer 4 alone, expected those of layers 3 to 4, or of"),
+        ([3, 4], 3, "got 3 with tensors of layers 3, 4 alone, expected those of layers 3 to 5, or"),
+    ],
+)
+def test_layers_of_multi_token_prediction_that_are_not_there(
+    tmp_path: Path, present: list[int], declared: int, words: str
+) -> None:
+    def edit(tensors: dict) -> None:
+        stem = "model.layers.3."
+        layer = {name: tensors.pop(name) for name in list(tensors) if name.startswith(stem)}
+        for number in present:
+            tensors |= {name.replace(stem, f"model.layers.{number}."): each for name, each in layer.items()}
+
+    made = make_checkpoint(tmp_path / "src", edit=edit)
+    changes = {"num_nextn_predict_layers": declared}
+    (tmp_path / "src/config.json").write_text(json.dumps(made.config | changes))
+    assert f"config.json: num_nextn_predict_layers: {words}" in refused(tmp_path, CheckpointError)
+    assert not (tmp_path / "dst").exists()
+
+
+def test_a_model_saved_again_may_have_lost_its_layers_of_multi_token_prediction(tmp_path: Path) -> None:
+    def edit(tensors: dict) -> None:
+        for name in [name for name in tensors if name.startswith("model.layers.3.")]:
+            del tensors[name]
+
+    make_checkpoint(tmp_path / "src", edit=edit)
+    assert sorted(convert(tmp_path / "src", tmp_path / "dst").expert_layers) == [1, 2]
+
+
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 @pytest.mark.parametrize("name", [EXPERT + "down_proj.weight", "model.layers.1.self_attn.q_b_proj.weight"])
 def test_nan_bytes_are_counted_by_tensor(tmp_path: Path, code: int, name: str) -> None:

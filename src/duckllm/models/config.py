@@ -7,6 +7,7 @@ registry. Knows no tensors of a checkpoint.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from duckllm.layers.mla import MLAShape
 from duckllm.moe.router import SigmoidRouting, SoftmaxRouting
 from duckllm.text.quiet import quiet_transformers
 from duckllm.weights.checkpoint import load_json
-from duckllm.weights.layout import check_bounds
+from duckllm.weights.config_values import check_end, check_values
 
 # What transformers and Python raise on values that they did not foresee; RecursionError is a RuntimeError.
 _UNREADABLE = (
@@ -28,6 +29,14 @@ _UNREADABLE = (
     *(RuntimeError, AssertionError),
 )
 _SHOWN_CHARS = 300
+# How its strict dataclasses say that a field is of another type.
+_WRONG_TYPES = (
+    re.compile(r"Field '(?P<field>[^']+)' expected (?P<kinds>.+?), got \w+ \(value: (?P<got>.*)\)"),
+    re.compile(
+        r"Field '(?P<field>[^']+)' with value (?P<got>.*) doesn't match any type in \((?P<kinds>.*)\)"
+    ),
+)
+_CLASS = re.compile(r"<class '([^']+)'>")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -112,36 +121,34 @@ def read_config(folder: Path, parser: str, parse: Callable[[Any], ModelConfig]) 
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
-    check_bounds(load_json(Path(folder) / "config.json"))
+    said = load_json(Path(folder) / "config.json")
+    check_values(said)
+    generation = "generation_config.json"  # where hosts look for what ends a reply, too
+    if (Path(folder) / generation).is_file():
+        check_end(load_json(Path(folder) / generation), generation, said.get("vocab_size"))
     with quiet_transformers():
         try:
             parsed = getattr(transformers, parser).from_pretrained(folder, local_files_only=True)
         except (*_UNREADABLE, OSError, StrictDataclassError) as error:
             raise _unreadable(error, f"{Path(folder) / 'config.json'}") from error
         try:
-            config = parse(parsed)
-            _check_numbers(config)
-            return config
+            return parse(parsed)
         except _UNREADABLE as error:
             raise _unreadable(error) from error
-
-
-def _check_numbers(config: ModelConfig) -> None:
-    """Refuses factors that no model has, which give no finite logits."""
-    for field, value in (
-        ("rms_norm_eps", config.rms_norm_eps),
-        ("routed_scaling_factor", getattr(config.routing, "scaling_factor", 1.0)),
-    ):
-        if not 0 < value < 1e6:
-            raise CheckpointError(f"config.json: {field}: got {value!r}, expected a number above 0")
 
 
 def _unreadable(error: BaseException, name: str = "config.json") -> CheckpointError:
     """The first of what the parser says, which may repeat itself and shows values of any length."""
     detail = " ".join(str(error).split()).partition(" Errors: ")[0] or type(error).__name__
-    if len(detail) > _SHOWN_CHARS:
-        detail = detail[: _SHOWN_CHARS - 3] + "..."
-    return CheckpointError(f"{name}: cannot be read: {detail}")
+    for pattern in _WRONG_TYPES:
+        if found := pattern.search(detail):
+            kinds = _CLASS.sub(r"\1", found["kinds"]).replace(", ", " or ").replace("NoneType", "null")
+            return CheckpointError(f"{name}: {found['field']}: got {_cut(found['got'])}, expected {kinds}")
+    return CheckpointError(f"{name}: cannot be read: {_cut(detail)}")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."
 
 
 def require(parsed: Any, field: str, condition: bool, expected: str) -> None:
@@ -229,7 +236,7 @@ def check_rope(parsed: Any, *, partial: bool = False) -> None:
 
     Raises:
         UnsupportedModelError: Another type, or one that turns a part of the dimensions.
-        CheckpointError: A factor that is none.
+        CheckpointError: A part that is none.
     """
     rope = parsed.rope_parameters or {}
     if rope.get("rope_type") not in _ROPE_TYPES:
@@ -242,9 +249,6 @@ def check_rope(parsed: Any, *, partial: bool = False) -> None:
         raise UnsupportedModelError(f"config.json: partial_rotary_factor: got {part!r}, expected 1.0")
     if not (isinstance(part, (int, float)) and 0 < part <= 1):
         raise CheckpointError(f"config.json: partial_rotary_factor: got {part!r}, expected a number up to 1")
-    factor = rope.get("factor", 1.0)
-    if not (isinstance(factor, (int, float)) and 1 <= factor < math.inf):
-        raise CheckpointError(f"config.json: rope_scaling factor: got {factor!r}, expected a number from 1")
 
 
 def rotary_of(parsed: Any, rope_dim: int) -> Rotary:

@@ -18,11 +18,12 @@ from duckllm.config import LOSSLESS_FORMATS
 from duckllm.errors import ModelNotFoundError
 from duckllm.weights.architectures import layout_of
 from duckllm.weights.checkpoint import FP8, Checkpoint, is_gguf, load_json, read_quantisation
+from duckllm.weights.config_values import check_values
 from duckllm.weights.e4m3 import scale_shape
 from duckllm.weights.files import model_errors
 from duckllm.weights.formats import FORMATS, LayerFormat, is_lossless, num_stripes
 from duckllm.weights.layer_formats import CONVERTED_FORMATS, LayerNumbers, in_words, layer_formats
-from duckllm.weights.layout import ConfigReader, ModelLayout, check_bounds
+from duckllm.weights.layout import ConfigReader, ModelLayout
 from duckllm.weights.manifest import MANIFEST_FILE, Manifest
 from duckllm.weights.safetensors_file import DTYPE_BYTES, TensorInfo, read_header
 from duckllm.weights.scales import PER_CHANNEL
@@ -315,7 +316,7 @@ def _read_checkpoint(folder: Path) -> _Found:
 
 def _read_configuration(folder: Path) -> _Found:
     config = load_json(folder / "config.json")
-    check_bounds(config)
+    check_values(config)
     layout = layout_of(config, _assumed_mtp(folder, config))
     quantisation = read_quantisation(folder, config)
     wide = _WIDE.get(str(config.get("dtype") or config.get("torch_dtype")), "BF16")

@@ -10,7 +10,8 @@ from typing import Any
 
 from duckllm.errors import UnsupportedModelError
 from duckllm.weights import layout_gqa, layout_mla
-from duckllm.weights.layout import ModelLayout, check_bounds
+from duckllm.weights.config_values import check_values
+from duckllm.weights.layout import ModelLayout
 from duckllm.weights.safetensors_file import TensorInfo
 
 ARCHITECTURES: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, TensorInfo]], ModelLayout]] = {
@@ -37,7 +38,7 @@ def layout_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> M
     if builder is None:
         supported = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedModelError(f"config.json: architectures: got {name!r}, expected one of: {supported}")
-    check_bounds(config)
+    check_values(config)
     layout = builder(config, tensors)
     if not layout.moe_layers:
         raise UnsupportedModelError(

@@ -12,19 +12,6 @@ from typing import Any
 
 from duckllm.errors import CheckpointError
 
-# Far above what any model has: a larger number is a damaged file, and would cost memory before that shows.
-MOST = {
-    **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers"), 10_000),
-    **dict.fromkeys(("n_routed_experts", "n_shared_experts", "num_experts_per_tok"), 100_000),
-    **dict.fromkeys(("num_experts", "num_local_experts", "num_key_value_heads"), 100_000),
-    **dict.fromkeys(("n_group", "topk_group", "num_attention_heads", "index_n_heads"), 100_000),
-    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"), 10**8),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "index_head_dim", "head_dim"), 10**8),
-    **dict.fromkeys(("shared_expert_intermediate_size", "sliding_window"), 10**8),
-    **dict.fromkeys(("num_labels", "max_window_layers"), 100_000),
-    "max_position_embeddings": 10**9,
-    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 10**8),
-}
 _NUMBER = re.compile("[0-9]{1,9}")
 Shapes = dict[str, tuple[int, ...]]
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -116,19 +103,6 @@ class ConfigReader:
     def get(self, field: str) -> Any:
         """The value as it is; None where the field is absent."""
         return self._config.get(field)
-
-
-def check_bounds(config: Mapping[str, Any]) -> None:
-    """Refuses numbers in config.json that no model has.
-
-    Raises:
-        CheckpointError: Names the field.
-    """
-    for field, most in MOST.items():
-        value = config.get(field)
-        if isinstance(value, (int, float)) and value > most:
-            got = str(value) if value < 10**100 else "a number of over 100 digits"
-            raise CheckpointError(f"config.json: {field}: got {got}, expected at most {most}")
 
 
 def vocabulary_shapes(read: ConfigReader) -> Shapes:

@@ -114,6 +114,7 @@ def find_tensors(checkpoint: Checkpoint, layout: ModelLayout) -> ModelTensors:
         except CheckpointError as error:
             problems.append(str(error))
             broken.add(name)
+    problems += _too_few_mtp_layers(checkpoint, layout)
     scales, scale_problems = fp8_scales(tensors, host.values(), checkpoint.quantisation)
     missing += experts.missing
     problems += experts.problems + scale_problems
@@ -127,6 +128,21 @@ def find_tensors(checkpoint: Checkpoint, layout: ModelLayout) -> ModelTensors:
         raise CheckpointError(f"{checkpoint.folder}: {list_problems(problems)}")
     pairs = tuple((tensors[weight], scale) for weight, (scale, _) in scales.items())
     return ModelTensors(experts, (*host.values(), *(scale for _, scale in pairs)), pairs)
+
+
+def _too_few_mtp_layers(checkpoint: Checkpoint, layout: ModelLayout) -> list[str]:
+    """Layers of multi-token prediction are all there, or none is: a model saved again may have lost them."""
+    first = checkpoint.config["num_hidden_layers"]
+    present = [layer for layer in layout.moe_layers if layer >= first]
+    field = "num_nextn_predict_layers"
+    wanted = checkpoint.config.get(field) or 0
+    if not present or len(present) == wanted:
+        return []
+    have = f"layer{'' if len(present) == 1 else 's'} {', '.join(map(str, present))}"
+    return [
+        f"config.json: {field}: got {wanted} with tensors of {have} alone, "
+        f"expected those of layers {first} to {first + wanted - 1}, or of none of them"
+    ]
 
 
 def _has_weights(reader: TensorReader, weight: TensorInfo) -> bool:
