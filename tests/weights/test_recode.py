@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import mmap
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +103,44 @@ def test_every_byte_that_is_no_weight_is_refused(place: int) -> None:
                 continue
             with pytest.raises(WeightFormatError, match="units: got 1 with bytes that no finite e4m3 value"):
                 recode_units(units, 40, stored, wanted, 1)
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref]]:
+    """What was taken for copies, while no garbage is collected."""
+    made: list[weakref.ref] = []
+
+    def watched(*args: object, **options: object) -> np.ndarray:
+        memory = private_memory(*args, **options)  # type: ignore[arg-type]
+        made.append(weakref.ref(memory.base))
+        return memory
+
+    monkeypatch.setattr(recode, "private_memory", watched)
+    gc.disable()
+    yield made
+    gc.enable()
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_copy_that_failed_is_freed_at_once(copies: list[weakref.ref], num_threads: int) -> None:
+    units = layer_of(20, 40, "fp8")
+    units[:, 0, 64] = 0x7F
+    with pytest.raises(WeightFormatError, match="that no finite e4m3 value") as kept:
+        recode_units(units, 40, "fp8", "fp9", num_threads)
+    assert [memory() for memory in copies] == [None]
+    assert kept.value.__cause__ is not None
+
+
+def test_a_copy_that_failed_otherwise_is_freed_with_its_error(
+    monkeypatch: pytest.MonkeyPatch, copies: list[weakref.ref]
+) -> None:
+    def fail(*args: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(_native, "recode_units", fail)
+    with contextlib.suppress(MemoryError):
+        recode_units(layer_of(20, 40, "fp8"), 40, "fp8", "fp9", 2)
+    assert [memory() for memory in copies] == [None]
 
 
 def test_huge_pages_are_counted_as_the_kernel_tells(tmp_path: Path) -> None:

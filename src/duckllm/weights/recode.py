@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -76,7 +77,7 @@ def recode_units(
     experts = units.shape[0]
     bounds = [experts * index // num_threads for index in range(num_threads + 1)]
     with ThreadPoolExecutor(num_threads, thread_name_prefix="recode") as pool:
-        parts = [
+        parts = deque(
             pool.submit(
                 _native.recode_units,
                 units[first:end],
@@ -87,11 +88,14 @@ def recode_units(
                 scale_layout,
             )
             for first, end in pairwise(bounds)
-        ]
+        )
         try:
-            for part in parts:
-                part.result()
+            # A future is let go before what it raises comes here: it keeps its error, whose traceback keeps
+            # this frame, and they would keep each other and the copy until the garbage collector runs.
+            while parts:
+                parts.popleft().result()
         except ValueError as error:
+            del out  # the error may be kept, too
             raise WeightFormatError(str(error)) from error
     return out
 
