@@ -22,7 +22,7 @@ from duckllm.bench.load import Load, PromptWriter, Wanted, arrivals, random_leng
 from duckllm.bench.serving import LoadResult, ServingRun, measure_serving, send_load
 from duckllm.bench.serving_report import error_words, print_serving, serving_html
 from duckllm.bench.stream_client import Outcome, StreamClient
-from duckllm.cli.bench_serve import parse_loads
+from duckllm.cli.bench_serve import check_base_url, parse_loads
 from duckllm.cli.main import app
 from duckllm.errors import ConfigError, without_credentials
 
@@ -425,10 +425,46 @@ def test_addresses_are_shown_without_what_is_secret() -> None:
         ("https://host/@home a@b?", "https://host/@home a@b?"),
     ):
         assert without_credentials(text) == shown
-    found = CliRunner().invoke(app, ["bench", "serve", "--base-url", "http://drake:pa/55w0rd@s"])
-    assert str(found.exception) == (
-        "base_url: got 's', expected the address of a server, like http://127.0.0.1:8000"
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("", ""),
+        ("h/?api_key=sesame", "h/?api_key=***"),
+        ("drake:sesame@h:80", "***@h:80"),
+        ("ftp://h", "ftp://h"),
+        ("http://", "http://"),
+        ("http://:80", "http://:80"),
+        ("http://h:0", "http://h:0"),
+        ("http://h:65536", "http://h:65536"),
+        ("http://h:-1", "http://h:-1"),
+        ("http://h:+80", "http://h:+80"),
+        ("http://h:\uff18\uff10", "http://h:\uff18\uff10"),
+        ("http://drake:sesame@h:65536/v1", "http://***@h:65536/v1"),
+        ("http://drake:ses/ame@h", "http://***@h"),
+        ("http://[::1", "http://[::1"),
+        ("http://[::1]x", "http://[::1]x"),
+        ("http://h h", "http://h h"),
+        ("http://a..b", "http://a..b"),
+        ("http://999.1.1.1", "http://999.1.1.1"),
+        ("http://h/?api_key=sesame", "http://h/?***"),
+        ("http://h/v1#sesame", "http://h/v1?***"),
+    ],
+)
+def test_what_is_no_servers_address_is_refused_and_shown_without_what_is_secret(
+    address: str, shown: str
+) -> None:
+    found = CliRunner().invoke(app, ["bench", "serve", "--base-url", address])
+    assert isinstance(found.exception, ConfigError)
+    assert str(found.exception).startswith(
+        f"base_url: got {shown!r}, expected the address of a server, like http://127.0.0.1:8000"
     )
+
+
+def test_addresses_that_a_server_may_have() -> None:
+    for text in ("http://127.0.0.1:8000", "https://a.b/v1/", "http://[::1]:8000", "HTTP://u:p@h:65535/x@y"):
+        check_base_url(text)
 
 
 def test_where_no_server_is() -> None:

@@ -26,6 +26,7 @@ from duckllm.cli.bench_common import (
 )
 from duckllm.cli.common import refuse_unused
 from duckllm.cli.terminal import table_console
+from duckllm.cluster.address import parse_address
 from duckllm.errors import ConfigError, InWords, MissingPackageError
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def serve(
     --max-concurrency alone it is closed. Errors are counted. Needs httpx, the extra [bench].
     """
     try:
-        import httpx
+        import httpx  # noqa: F401
     except ModuleNotFoundError as error:
         raise MissingPackageError("httpx", "bench serve", "bench") from error
     from duckllm.bench.html_report import check_html
@@ -128,13 +129,7 @@ def serve(
 
     if backend not in BACKENDS:
         raise ConfigError("backend", backend, "one of " + ", ".join(BACKENDS))
-    try:
-        url = httpx.URL(base_url) if base_url.startswith(("http://", "https://")) else None
-    except (httpx.InvalidURL, ValueError):
-        url = None
-    if url is None or not url.host:
-        got = base_url.rpartition("@")[2]  # what is before it may be a password
-        raise ConfigError("base_url", got, "the address of a server, like http://127.0.0.1:8000")
+    check_base_url(base_url)
     if not _is_sendable(model):
         raise ConfigError("model", model, "a name in UTF-8")
     if not 0 < timeout_s < math.inf:
@@ -202,6 +197,35 @@ async def _run(
                 num_warmups=num_warmups,
                 progress=progress,
             )
+
+
+def check_base_url(text: str) -> None:
+    """Finds out before anything is sent whether a text is the address of a server.
+
+    Raises:
+        ConfigError: It is not, or its name, its port or its query cannot be one's.
+    """
+    import httpx
+
+    expected = "the address of a server, like http://127.0.0.1:8000"
+    scheme, _, rest = text.partition("://")
+    if scheme.lower() not in ("http", "https"):
+        raise ConfigError("base_url", text, expected)
+    if "?" in rest or "#" in rest:
+        hint = "the paths of the API come behind it; a key is given with --api-key-file"
+        raise ConfigError("base_url", text, f"{expected}, without a query", hint)
+    end = rest.partition("/")[0].rpartition("@")[2]
+    has_port = ":" in end.rpartition("]")[2]
+    try:
+        address = parse_address(end if has_port else f"{end}:80", "base_url")
+        httpx.URL(text)
+        if ":" not in address.name:
+            address.name.encode("idna")  # as the system's look-up does
+    except ConfigError:
+        raise ConfigError("base_url", text, f"{expected}, with a port from 1 to 65535") from None
+    except (httpx.InvalidURL, ValueError) as error:
+        hint = str(error) if isinstance(error, httpx.InvalidURL) else ""
+        raise ConfigError("base_url", text, expected, hint) from None
 
 
 def parse_loads(request_rate: str, burstiness: float, max_concurrency: str, *, has_trace: bool) -> list[Load]:
