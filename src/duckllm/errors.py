@@ -36,12 +36,6 @@ import os
 import re
 
 
-class DuckError(Exception):
-    """Base of every error that a user's input or surroundings can cause."""
-
-    exit_code = 1
-
-
 class InWords(str):
     """What was got, in words: a message shows it without quotes."""
 
@@ -57,29 +51,67 @@ _QUOTED = 200
 # Most characters of a value that a message shows: a usual path is shown whole.
 _SHOWN = 240
 
+# And most that is looked through for passwords, from its beginning and from its end.
+_EXAMINED = 2048
+
 
 def show_value(got: object) -> str:
-    """A value on one line, its middle left out where it is long."""
+    """A value on one line, its middle left out where it is long, and passwords in addresses."""
     if isinstance(got, InWords):
-        return str(got)
+        return without_credentials(got, HIDDEN)
     try:
         text = repr(got).replace("\n", " ")
     except ValueError:  # Python writes no whole number of more than some thousand digits
         text = "a value of too many digits"
     except RecursionError:
         text = "a value that is nested too deeply"
+    if len(text) > 2 * _EXAMINED:  # what is left out need not be looked through
+        text = f"{text[:_EXAMINED]}...{text[-_EXAMINED:]}"
+    text = without_credentials(text, HIDDEN)
     half = (_SHOWN - 3) // 2
     return text if len(text) <= _SHOWN else f"{text[:half]}...{text[-half:]}"
 
 
-# In an address: a user's name and password, and what may be a key or a signature.
-_NAME_AND_PASSWORD = re.compile(r"(?<=://)[^\s/?#]*@")
-_QUERY = re.compile(r"(://[^\s?#]*)[?#][^\s)'\"]*")
+HIDDEN = "***"  # in place of a password
+
+# In an address: a user's name and password, and what may be a key or a signature. As a path it has one slash.
+# Each is bounded, so that a long text costs no more than its length.
+_NAME_AND_PASSWORD = re.compile(
+    r"(?<=:/)(/?)(?:(?<=//)[^\s/?#]{0,256}|[^\s/?#:@]{0,64}:(?!\d{1,5}[/?#])\S{0,256})@"
+)
+_QUERY = re.compile(r"(:/{1,2}[^\s?#]{0,512})[?#](?:[^\s)'\"]*[^\s)'\":,;.])?")
+# The same without a scheme, name:password@host; a multicast group with an interface is none.
+_BEFORE_A_HOST = re.compile(
+    r"(?<![^\s'\"(,=])(?!(?:\d+\.){3}\d+:\d{1,5}@)"
+    r"[^\s/@'\",:=]{1,64}:(?!/)(?:(?!//)[^\s'\",]){1,256}@(?=[\w\[])"
+)
+_PARAMETER = re.compile(
+    r"([?&;][\w.-]{0,40}(?:key|token|secret|passw|pwd|sig|auth|credential)[\w.-]{0,40}=)[^\s&;'\"#)]+",
+    re.IGNORECASE,
+)
 
 
-def without_credentials(text: str) -> str:
-    """The text without names, passwords and queries in its addresses, for what people pass on."""
-    return _QUERY.sub(r"\1", _NAME_AND_PASSWORD.sub("", text))
+def without_credentials(text: str, mark: str = "") -> str:
+    """The text without names, passwords and queries in its addresses, for what people pass on.
+
+    Args:
+        text: Any.
+        mark: What stands in the place of each.
+    """
+    before = f"{mark}@" if mark else ""
+    text = _NAME_AND_PASSWORD.sub(rf"\1{before}", text)
+    text = _BEFORE_A_HOST.sub(before, text)
+    text = _QUERY.sub(rf"\1?{mark}" if mark else r"\1", text)
+    return _PARAMETER.sub(rf"\1{mark}", text)
+
+
+class DuckError(Exception):
+    """Base of every error that a user's input or surroundings can cause; no message has a password in it."""
+
+    exit_code = 1
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(without_credentials(message, HIDDEN))
 
 
 class ConfigError(DuckError):
@@ -244,14 +276,18 @@ class WorkerLostError(ClusterError):
         super().__init__(f"worker {address} is lost{during}: {reason}")
 
 
+def _shortened(text: str) -> str:
+    return text if len(text) <= _QUOTED else text[: _QUOTED - 3] + "..."
+
+
 def describe_error(error: Exception) -> tuple[str, int]:
     """One sentence for an error that ends a program, ours or not, and the program's exit code."""
     if isinstance(error, DuckError):
         return str(error), error.exit_code
-    kind, line = type(error).__name__, str(error).strip().partition("\n")[0][:_QUOTED]
+    kind, line = type(error).__name__, _shortened(str(error).strip().partition("\n")[0])
     if isinstance(error, OSError):
-        name = "" if error.filename is None else f"{os.fsdecode(error.filename)[:_QUOTED]}: "
-        return name + (error.strerror or line or kind), 1
+        name = "" if error.filename is None else f"{_shortened(os.fsdecode(error.filename))}: "
+        return without_credentials(name + (error.strerror or line or kind), HIDDEN), 1
     if isinstance(error, MemoryError):
         return "out of memory", 1
     what = f"{kind}: {line}" if line else kind

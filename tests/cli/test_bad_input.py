@@ -244,6 +244,40 @@ def test_a_prompt_longer_than_the_context(duckllm: Run) -> None:
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect", "http://drake:sesame@h/x"],
+        ["chat", "http://drake:sesame@h/x", "--prompt", "a"],
+        ["worker", "--model", "http://drake:sesame@h/x"],
+        ["worker", "--listen", "drake:sesame@h:1"],
+        ["plan", "--workers", "http://drake:sesame@h:1"],
+        ask("--trace", "http://drake:sesame@h/x"),
+        ["bench", "serve", "--base-url", "http://h/?api_key=sesame"],
+    ],
+)
+def test_no_sentence_has_a_password(duckllm: Run, arguments: list[str]) -> None:
+    done = duckllm(*arguments)
+    assert done.code in (1, 2)
+    assert "***" in done.sentence
+    assert "sesame" not in done.sentence
+
+
+@pytest.mark.parametrize(
+    "arguments", [["http://drake:sesame@h"], ["bench", "kernel", "http://drake:sesame@h"]]
+)
+def test_no_word_on_a_wrong_command_line_has_a_password(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["duckllm", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    said = capfd.readouterr().err
+    assert "http://***@h" in said
+    assert "sesame" not in said
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (ask("--workers", "9"), "workers: got 9, expected 1 to 8"),

@@ -96,7 +96,7 @@ def test_the_console_script_begins_where_the_module_does() -> None:
         (OSError(36, "File name too long", "n" * 4000), 1, "n" * 197 + "...: File name too long"),
         (OSError(5, "Input/output error"), 1, "Input/output error"),
         (CheckpointError("a\x1b[2J\nb\x9b"), 1, "a[2J b"),
-        (MemoryError(), 70, "internal error: MemoryError"),
+        (MemoryError(), 1, "out of memory"),
         (RecursionError("too deep\nby far"), 70, "internal error: RecursionError: too deep"),
         (KeyError("x"), 70, "internal error: KeyError: 'x'"),
         (ModuleNotFoundError("No module named 'y'", name="y"), 70, "internal error: ModuleNotFoundError: No"),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from duckllm.cli.terminal import printable, wrapped
 from duckllm.cluster.address import parse_addresses
 from duckllm.config import MAX_WORKERS, SHARES, count_of, show_size
-from duckllm.errors import ConfigError, InWords
+from duckllm.errors import HIDDEN, ConfigError, InWords, without_credentials
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -285,7 +285,7 @@ class Waiting:
         from rich.text import Text
 
         # As Text: a folder's name may hold what rich takes for its markup.
-        text = Text(printable(self._text))
+        text = Text(printable(without_credentials(self._text, HIDDEN)))
         with self._lock:
             if not self._over:
                 self._status = Console(file=sys.stderr).status(text)

@@ -6,13 +6,16 @@ heavy only when it runs, so that ``--help`` is quick. An error of ours becomes o
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
 import traceback
-from typing import Annotated, NoReturn
+from collections.abc import Iterator
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from duckllm import __version__
 from duckllm.cli import calibrate as calibrate_verb
@@ -29,15 +32,42 @@ from duckllm.cli.node_image import node_image
 from duckllm.cli.plan import plan
 from duckllm.cli.terminal import printable, wrapped
 from duckllm.cli.worker import worker
-from duckllm.errors import DuckError, PlacementError
+from duckllm.errors import HIDDEN, PlacementError, describe_error, without_credentials
 
 # What only the extra "host" installs.
 HOST_PACKAGES = frozenset(
     ("fastapi", "jinja2", "prompt_toolkit", "pydantic", "safetensors", "torch", "transformers", "uvicorn")
 )
 
+
+class _Discreet(TyperGroup):
+    """The verbs; what is wrong with a command line is said without the passwords in it."""
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        """As of any group."""
+        with _no_passwords():
+            return super().make_context(*args, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        """As of any group; verbs read their arguments in here."""
+        with _no_passwords():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _no_passwords() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # Click's errors: typer has its own click or the package, by its release.
+        if hasattr(error, "format_message") and isinstance(getattr(error, "message", None), str):
+            error.message = without_credentials(error.message, HIDDEN)  # type: ignore[attr-defined]
+        raise
+
+
 app = typer.Typer(
     name="duckllm",
+    cls=_Discreet,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # errors and help stay plain text, in a terminal as in a log
@@ -166,8 +196,6 @@ def _report(error: Exception) -> int:
 
 def _describe(error: Exception) -> tuple[str, int]:
     """The sentence and the exit code of an error."""
-    if isinstance(error, DuckError):
-        return str(error), error.exit_code
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if package in HOST_PACKAGES:
         return (
@@ -175,21 +203,7 @@ def _describe(error: Exception) -> tuple[str, int]:
             "install this package with its extra [host]",
             1,
         )
-    if isinstance(error, OSError):
-        reason = error.strerror or _first_line(error) or type(error).__name__
-        name = "" if error.filename is None else _shorten(os.fsdecode(error.filename)) + ": "
-        return name + reason, 1
-    kind, line = type(error).__name__, _first_line(error)
-    what = f"{kind}: {line}" if line else kind
-    return f"internal error: {what} (set DUCKLLM_DEBUG=1 for the traceback, and please report it)", 70
-
-
-def _first_line(error: Exception) -> str:
-    return _shorten(str(error).strip().partition("\n")[0])
-
-
-def _shorten(text: str, limit: int = 200) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return describe_error(error)
 
 
 def _drop_unwritten() -> None:
