@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from duckllm.errors import ConfigError
-from duckllm.weights.layer_formats import LayerNumbers, in_words, layer_formats, main_format
+from duckllm.weights.layer_formats import LayerNumbers, check_rules, in_words, layer_formats, main_format
 
 LAYERS = LayerNumbers(range(3, 62), 61)  # DeepSeek's: three dense layers, then MoE, one of MTP
 PLAIN = dict.fromkeys(range(3, 62), "")
@@ -91,3 +91,58 @@ def test_the_format_of_most_layers() -> None:
     assert main_format({1: "int4", 2: "fp8"}) == "int4"
     assert main_format({1: "fp8", 2: "int4", 3: "int4"}) == "int4"
     assert main_format({}) == "fp9"
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "keep"),
+    [
+        ("int4", ["fp8:first"]),
+        ("int4", ["fp8:mtp"]),  # as without it, but said
+        ("int4", ["none"]),
+        ("int4", ["none", "fp8:0-61"]),
+        ("int4", ["fp8:3-9", "int8:5"]),
+        ("fp9", ["fp8:first,last", "int8:mtp"]),
+        ("int8", ["fp8:mtp"]),
+        ("fp8", []),
+        ("fp8", None),
+    ],
+)
+def test_rules_that_change_something(weight_format: str, keep: list[str] | None) -> None:
+    check_rules(LAYERS, PLAIN, weight_format=weight_format, keep=keep)
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "keep", "refused"),
+    [
+        ("fp9", ["fp9:first"], "fp9:first"),
+        ("auto", ["fp9:3-7"], "fp9:3-7"),
+        ("int8", ["int8:first", "fp8:last"], "int8:first"),
+        ("fp8", ["none"], "none"),
+        ("int4", ["fp8:first", "fp8:first"], "fp8:first"),
+        ("int4", ["int8:5", "fp8:3-9"], "int8:5"),
+        ("int8", ["fp8:first", "int8:first"], "fp8:first"),
+    ],
+)
+def test_rules_that_change_nothing_are_refused_by_name(
+    weight_format: str, keep: list[str], refused: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_rules(LAYERS, PLAIN, weight_format=weight_format, keep=keep)
+    expected = "a rule that changes a layer's format (each layer has the same format without it)"
+    assert str(caught.value) == f"keep: got {refused!r}, expected {expected}"
+
+
+def test_rules_for_layers_of_multi_token_prediction_of_a_model_without_them_are_refused() -> None:
+    layers, plain = LayerNumbers(range(3), 3), dict.fromkeys(range(3), "")
+    for rule in ("fp8:mtp", "none"):
+        with pytest.raises(ConfigError, match=f"keep: got '{rule}', expected a rule that changes"):
+            check_rules(layers, plain, weight_format="int4", keep=[rule])
+    check_rules(layers, plain, weight_format="int4", keep=["fp8:first,mtp"])  # a recipe for many models
+
+
+def test_rules_beside_what_a_checkpoint_has_in_4_bits() -> None:
+    kept = dict.fromkeys(range(3, 61), "mxfp4") | {61: ""}
+    check_rules(LAYERS, kept, keep=["fp8:mtp"])
+    for rule in ("fp9:mtp", "none"):
+        with pytest.raises(ConfigError, match=f"keep: got '{rule}', expected a rule that changes"):
+            check_rules(LAYERS, kept, keep=[rule])

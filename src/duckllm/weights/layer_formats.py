@@ -109,6 +109,32 @@ def layer_formats(
     return formats
 
 
+def check_rules(
+    layers: LayerNumbers,
+    kept: Mapping[int, str],
+    *,
+    weight_format: str = "auto",
+    keep: Iterable[str] | None = None,
+) -> None:
+    """Refuses rules that change nothing; arguments as of :func:`layer_formats`, which has taken them.
+
+    A rule may say what layers of multi-token prediction would be in anyway, beside 4 bits.
+
+    Raises:
+        ConfigError: The first rule without which every layer would have the format that it has.
+    """
+    rules = list(keep or ())
+
+    def made(some: Sequence[str]) -> dict[int, str]:
+        return layer_formats(layers, kept, weight_format=weight_format, keep=some, requantise=True)
+
+    for index, rule in enumerate(rules):
+        others = [] if rule == "none" else ["none", *rules[:index], *rules[index + 1 :]]
+        if made(others) == made(["none"] if rule == "none" else ["none", *rules]):
+            hint = "each layer has the same format without it"
+            raise ConfigError("keep", rule, "a rule that changes a layer's format", hint)
+
+
 def _refuse(formats: Mapping[int, str], kept: Mapping[int, str], requantise: bool) -> None:
     for layer, name in formats.items():
         have = kept.get(layer, "")
