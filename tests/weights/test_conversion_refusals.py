@@ -14,6 +14,7 @@ from random_checkpoint import FP8_CONFIG, config, make_checkpoint, tensor_shapes
 
 from duckllm.errors import (
     CheckpointError,
+    ConfigError,
     DiskSpaceError,
     DuckError,
     ModelNotFoundError,
@@ -431,3 +432,18 @@ def test_a_model_without_routed_experts_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(UnsupportedModelError, match="got 3 layers without routed experts, expected some"):
         convert(tmp_path / "src", tmp_path / "dst")
+
+
+def test_a_model_that_is_converted_already_is_no_checkpoint(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "src")
+    convert(tmp_path / "src", tmp_path / "dst")
+    whole = "it is a converted model: use it as it is, or convert the checkpoint that it was made from"
+    for destination in ("other", "dst"):
+        with pytest.raises(ConfigError) as caught:
+            convert(tmp_path / "dst", tmp_path / destination)
+        assert str(caught.value) == f"src: got '{tmp_path}/dst', expected a checkpoint ({whole})"
+    (tmp_path / "dst/duck.json").rename(tmp_path / "dst/.duck-progress.json")
+    part = r"it holds an unfinished conversion: the same command as before goes on with it"
+    with pytest.raises(ConfigError, match=rf"src: got '.*dst', expected a checkpoint \({part}\)"):
+        convert(tmp_path / "dst", tmp_path / "other")
+    assert not (tmp_path / "other").exists()

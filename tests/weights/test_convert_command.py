@@ -69,6 +69,52 @@ def test_the_demo_model_is_a_checkpoint_too(tmp_path: Path, monkeypatch: pytest.
     assert seen == [CHECKPOINT]
 
 
+@pytest.mark.parametrize(
+    ("src", "dst", "name", "what"),
+    [
+        ("demo", "demo", "demo", "the demo model"),
+        ("demo", "x/../demo", "demo", "the demo model"),
+        ("org/name", "demo", "demo", "the demo model"),
+        ("org/name", "org/name", "org/name", "the model on the hub"),
+        ("org/name@v1", "org/name", "org/name", "the model on the hub"),
+        ("org/name@v1", "org/name@v1", "org/name@v1", "the model on the hub"),
+    ],
+)
+def test_a_new_folder_takes_no_models_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, src: str, dst: str, name: str, what: str
+) -> None:
+    """It would come first: the same command would not go on, and others would mean another model."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "find_model", lambda model: pytest.fail("looked for the model"))
+    for place in (dst, str(tmp_path / dst)):
+        result = CliRunner().invoke(app, [src, place])
+        hint = f"({name} would mean that folder here, and no longer {what})"
+        assert str(result.exception) == f"dst: got {place!r}, expected a folder of another name {hint}"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_there_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(tmp_path / "src")
+    (tmp_path / "demo").mkdir()
+    result = CliRunner().invoke(app, ["src", "demo"])
+    assert result.exit_code == 0, result.output
+    make_checkpoint(tmp_path / "other/demo")
+    monkeypatch.chdir(tmp_path / "other")
+    result = CliRunner().invoke(app, ["demo", "dst"])
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stderr.split())
+    assert "demo is the folder of that name here, not the demo model" in said
+
+
+def test_rules_that_change_nothing_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "src")
+    arguments = [str(tmp_path / "src"), str(tmp_path / "dst"), "--format", "fp9", "--keep", "fp9:first"]
+    result = CliRunner().invoke(app, arguments)
+    assert "keep: got 'fp9:first', expected a rule that changes a layer's format" in str(result.exception)
+    assert not (tmp_path / "dst").exists()
+
+
 def test_text_outcome_tells_how_far_weights_were_rounded(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "src", dtype="BF16")
     result = CliRunner().invoke(app, [str(tmp_path / "src"), str(tmp_path / "dst")])

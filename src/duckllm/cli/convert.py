@@ -21,7 +21,7 @@ from duckllm.weights.console import ConsoleProgress
 from duckllm.weights.convert import convert as convert_checkpoint
 from duckllm.weights.layer_formats import QUANTISED_FORMATS, in_words
 from duckllm.weights.manifest import Manifest
-from duckllm.weights.resolve import find_model
+from duckllm.weights.resolve import DEMO_MODEL, check_new_folder, find_model, is_demo_name
 
 
 # readable=False everywhere: what may not be read is an error of ours, as in every other place, and no usage.
@@ -84,7 +84,10 @@ def convert(
     start_s = time.monotonic()
     try:
         with keys_unseen(), ConsoleProgress(f"Converting {src}") as progress:
+            check_new_folder(src, dst)
             place = find_model(src)
+            if src == DEMO_MODEL and not is_demo_name(src):
+                tell(f"{src} is the folder of that name here, not the demo model")
             manifest = convert_checkpoint(
                 place.folder,
                 dst,

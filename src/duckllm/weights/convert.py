@@ -36,7 +36,7 @@ from duckllm.weights.files import (
 from duckllm.weights.formats import FORMATS, LayerFormat, num_stripes
 from duckllm.weights.importance import ImportanceFile
 from duckllm.weights.imports.packed import dequantised_summary
-from duckllm.weights.layer_formats import LayerNumbers, layer_formats, main_format
+from duckllm.weights.layer_formats import LayerNumbers, check_rules, layer_formats, main_format
 from duckllm.weights.layout import ModelLayout
 from duckllm.weights.manifest import MANIFEST_FILE, HostFile, Manifest
 from duckllm.weights.pack import expert_file_bytes, host_file_bytes, write_expert_file, write_host_file
@@ -125,6 +125,7 @@ def convert(
     progress: Progress | None = None,
     origin: Mapping[str, str] | None = None,
     check: Callable[[Path], object] | None = None,
+    shared_rules: bool = False,
 ) -> Manifest:
     """Converts a checkpoint folder; goes on where an earlier, interrupted conversion stopped.
 
@@ -142,10 +143,12 @@ def convert(
         origin: Where the folder is from, for the manifest's ``source``: ``hub_id`` and ``revision``.
         check: Called with ``src`` where there is something to convert, before anything is written: raises
             what is wrong with a model that could be converted but not used.
+        shared_rules: Whether ``keep`` is for several formats, in some of which its rules change nothing.
 
     Raises:
-        ConfigError: An unknown format, ``requantise`` or ``importance`` that would change nothing, or a
-            destination that is the source, lies in it or holds other things.
+        ConfigError: An unknown format, ``requantise``, ``importance`` or a rule of ``keep`` that would change
+            nothing, a source that is converted already, or a destination that is the source, lies in it or
+            holds other things.
         ModelError: The checkpoint is missing, broken or not supported.
         DiskSpaceError: The destination has not the room.
 
@@ -153,6 +156,7 @@ def convert(
     """
     source, destination = Path(src), Path(dst)
     report = progress or (lambda stage, done, total: None)
+    _check_source(source)
     with _disk_errors(destination):
         _check_places(source, destination)
     checkpoint = Checkpoint.open(source)
@@ -161,6 +165,8 @@ def convert(
     numbers = LayerNumbers(layout.moe_layers, checkpoint.config["num_hidden_layers"])
     kept = {layer: tensors.experts.kept_format(layer) for layer in layout.moe_layers}
     formats = layer_formats(numbers, kept, weight_format=weight_format, keep=keep, requantise=requantise)
+    if not shared_rules:
+        check_rules(numbers, kept, weight_format=weight_format, keep=keep)
     if requantise and not any(kept[layer] not in ("", name) for layer, name in formats.items()):
         raise ConfigError("requantise", True, "nothing where no 4-bit experts are rounded to another format")
     weights = None if importance is None else _open_importance(importance, checkpoint, layout, kept, formats)
@@ -196,6 +202,18 @@ def _convert_locked(model: _Model, destination: Path, fingerprint: str, report: 
         if made:
             with contextlib.suppress(OSError):
                 destination.rmdir()
+
+
+def _check_source(source: Path) -> None:
+    """Refuses what a conversion has made, or has begun, as what is to be converted."""
+    with model_errors(source):
+        is_whole, is_part = (source / MANIFEST_FILE).is_file(), (source / PROGRESS_FILE).is_file()
+    if is_whole:
+        hint = "it is a converted model: use it as it is, or convert the checkpoint that it was made from"
+        raise ConfigError("src", str(source), "a checkpoint", hint)
+    if is_part:
+        hint = "it holds an unfinished conversion: the same command as before goes on with it"
+        raise ConfigError("src", str(source), "a checkpoint", hint)
 
 
 def _check_places(source: Path, destination: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from duckllm.demo import CHECKPOINT
-from duckllm.errors import ModelNotFoundError
+from duckllm.errors import ConfigError, ModelNotFoundError
 from duckllm.weights.cache_folder import cache_folder
 from duckllm.weights.checkpoint import Checkpoint
 from duckllm.weights.console import ConsoleProgress
@@ -88,6 +89,25 @@ def is_demo_name(model: str | Path | None) -> bool:
     return model is None or (str(model) == DEMO_MODEL and not Path(model).exists())
 
 
+def check_new_folder(model: str | Path, destination: Path) -> None:
+    """Refuses a new folder under the name by which the model that is converted is called, or the demo model.
+
+    Folders come first, so that the same command would not go on where it stopped, and that the name would
+    mean another model in every command that is given there.
+
+    Raises:
+        ConfigError: It is.
+    """
+    if os.path.lexists(destination):
+        return
+    place = os.path.realpath(destination)
+    for name in (DEMO_MODEL, str(model), str(model).partition("@")[0]):
+        if place == os.path.realpath(name):
+            what = "the demo model" if name == DEMO_MODEL else "the model on the hub"
+            hint = f"{name} would mean that folder here, and no longer {what}"
+            raise ConfigError("dst", str(destination), "a folder of another name", hint)
+
+
 def _hint(name: str) -> str:
     """What may have been meant by a name that is no model's."""
     if _UNIT.fullmatch(name):
@@ -144,7 +164,8 @@ def resolve_model(
     suffix = ("" if rounded == "auto" else f"-{rounded}") + _rules(keep, importance)
     destination = cache_folder() / f"{place.name}-v{FORMAT_VERSION}-{fingerprint}{suffix}"
     options: dict[str, Any] = {"weight_format": rounded, "keep": keep, "importance": importance}
-    options["check"] = check
+    # A caller that compares formats gives the same rules with each.
+    options |= {"check": check, "shared_rules": True}
     if progress is not None:
         convert(folder, destination, progress=progress, origin=place.origin, **options)
     else:
