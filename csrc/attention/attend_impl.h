@@ -74,7 +74,7 @@ struct Attend {
       splits_left[i].store(tasks[i].num_splits, std::memory_order_relaxed);
     }
     shared.items.reset(num_items);
-    shared.pool.run([this](int thread) { attend_splits(thread); });
+    shared.run_on_all([this](int thread) { attend_splits(thread); });
   }
 
   Shared& shared;

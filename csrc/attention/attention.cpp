@@ -58,15 +58,20 @@ Attention::~Attention() = default;
 
 void Attention::attend(const StepContexts& step, const AttendShape& shape, const float* q, Rows keys,
                        Rows values, Selection selection, float* out) {
+  const Shared::Use use(impl_->shared, "Attention.attend");
   impl_->attend.run(step, {shape, q, keys, values, selection, out});
 }
 
 void Attention::select(const StepContexts& step, uint32_t num_heads, uint32_t dim, const float* q,
                        const float* w, Rows keys, uint32_t topk, int32_t* out) {
+  const Shared::Use use(impl_->shared, "Attention.select");
   impl_->select.run(step, num_heads, dim, q, w, keys, topk, out);
 }
 
-void Attention::multiply_heads(const HeadProduct& product) { impl_->multiply_heads(product); }
+void Attention::multiply_heads(const HeadProduct& product) {
+  const Shared::Use use(impl_->shared, "Attention.multiply_heads");
+  impl_->multiply_heads(product);
+}
 
 const AttentionTable& attention_table(Isa isa) {
   switch (isa) {

@@ -281,7 +281,9 @@ void bind_calls(nb::class_<PyAttention>& attention) {
           "    keys again: of one kv head, the first value_dim numbers\n"
           "    selection: [T, topk] of select; result: [T, heads, value_dim]\n\n"
           "Raises:\n    ValueError: a wrong shape or type, or a page or position outside.\n\n"
-          "Threading:\n    Releases the interpreter; one computation at a time per LinearRuntime.\n\n"
+          "Threading:\n    Releases the interpreter; one computation at a time per LinearRuntime, and in "
+          "the\n"
+          "    process that made it: others are refused with RuntimeError.\n\n"
           "Reference:\n    tests/attention/attention_reference.py, float64, with the bound of attention.h")
       .def("select", &PyAttention::select, "step"_a, "q"_a.noconvert(), "weights"_a.noconvert(),
            "keys"_a.noconvert(), "topk"_a,
@@ -292,7 +294,9 @@ void bind_calls(nb::class_<PyAttention>& attention) {
            "of equal scores the lowest positions. -1 comes first where a row sees no more than topk.\n\n"
            "Shapes:\n    q: [T, heads, D]; weights: [T, heads]; keys: [slots, D]; result: [T, topk]\n\n"
            "Raises:\n    ValueError: a wrong shape or type, or a page beyond the cache.\n\n"
-           "Threading:\n    Releases the interpreter; one computation at a time per LinearRuntime.")
+           "Threading:\n    Releases the interpreter; one computation at a time per LinearRuntime, and in "
+           "the\n"
+           "    process that made it: others are refused with RuntimeError.")
       .def("multiply_heads", &PyAttention::multiply_heads, "x"_a.noconvert(), "w"_a.noconvert(), "outputs"_a,
            "out"_a,
            nb::sig("def multiply_heads(self, x: " DUCK_F32 ", w: " DUCK_F32 ", outputs: int, out: " DUCK_F32
@@ -301,7 +305,9 @@ void bind_calls(nb::class_<PyAttention>& attention) {
            "Shapes:\n"
            "    x: [T, heads, K]; w: [heads, ceil(N / 32), K, 32], zero beyond N; out: [T, heads, N]\n\n"
            "Raises:\n    ValueError: a wrong shape or type.\n\n"
-           "Threading:\n    Releases the interpreter; one computation at a time per LinearRuntime.");
+           "Threading:\n    Releases the interpreter; one computation at a time per LinearRuntime, and in "
+           "the\n"
+           "    process that made it: others are refused with RuntimeError.");
 }
 
 }  // namespace

@@ -54,7 +54,7 @@ struct Select {
       shared.items.reset(score_items.size());
       std::atomic<size_t> next{0};
       const size_t num_rows = (end - begin) * kScoreRows;
-      shared.pool.run([&](int thread) {
+      shared.run_on_all([&](int thread) {
         const DenormalsOn denormals;
         for (uint64_t item; (item = shared.items.take(thread)) != WorkRanges::kNone;) {
           const ScoreItem& own = score_items[item];

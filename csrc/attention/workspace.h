@@ -86,11 +86,26 @@ struct Shared {
   std::vector<Workspace> workspaces;
   WorkRanges items;
 
+  // A call under way, which alone may use what calls share (std::logic_error for a second one).
+  struct Use {
+    Use(Shared& shared_, const char* who) : shared(shared_), claim(shared_.pool, who) {
+      shared.claim = &claim;
+    }
+    ~Use() { shared.claim = nullptr; }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+
+    Shared& shared;
+    ThreadPool::Claim claim;
+  };
+  ThreadPool::Claim* claim = nullptr;
+
   // Little is computed sooner than other threads are woken.
   void run(uint64_t products, const std::function<void(int)>& work) {
     if (is_little(products)) return work(0);
-    pool.run(work);
+    run_on_all(work);
   }
+  void run_on_all(const std::function<void(int)>& work) { claim->run(work); }
   static bool is_little(uint64_t products) { return products <= 1 << 20; }
 };
 

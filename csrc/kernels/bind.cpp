@@ -365,7 +365,9 @@ void bind_kernels(nb::module_& m) {
            "Raises:\n    ValueError: a wrong shape or type, T over max_tokens, K over top_k, an id outside "
            "0..E-1;\n"
            "        out is then untouched.\n\n"
-           "Threading:\n    Releases the interpreter; one run at a time per object.\n\n"
+           "Threading:\n    Releases the interpreter; one run at a time per object, and in the process that "
+           "made\n"
+           "    it: others are refused with RuntimeError.\n\n"
            "Reference:\n    tests/kernels/expert_reference.py, float64, with the bound of experts.h")
       .def("read_units", &PyExperts::read_units, "units"_a.noconvert(), "topk_ids"_a.noconvert(),
            "units_first_stripe"_a = 0, "format"_a = nb::none(), "scale_layout"_a = nb::none(),

@@ -180,7 +180,9 @@ void bind_linear(nb::module_& m) {
            "    x: [T, K] f32, or bf16 as uint16; out, result: [T, N] f32\n\n"
            "Raises:\n    ValueError: a wrong shape or type, or K over max_in_features; out is then "
            "untouched.\n\n"
-           "Threading:\n    Releases the interpreter; one run at a time per object.\n\n"
+           "Threading:\n    Releases the interpreter; one run at a time per object, and in the process that "
+           "made\n"
+           "    it: others are refused with RuntimeError.\n\n"
            "Reference:\n    tests/linear/linear_reference.py, float64, with the bound of linear.h")
       .def_prop_ro("isa", &PyLinearRuntime::isa)
       .def_prop_ro("num_threads", &PyLinearRuntime::num_threads)

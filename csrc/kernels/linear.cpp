@@ -263,6 +263,7 @@ void Linear::run(const LinearWeight& weight, const LinearRows& rows, float* y) {
   if (weight.in_features > impl_->max_in_features) {
     fail_shape("in_features", weight.in_features, "at most " + std::to_string(impl_->max_in_features));
   }
+  ThreadPool::Claim claim(impl_->pool, "Linear.run");
   const size_t row_bytes =
       static_cast<size_t>(weight.in_features) * (rows.type == ActivationType::kF32 ? 4 : 2);
   const uint32_t most = std::max(impl_->max_rows, kMaxDirectRows);
@@ -274,7 +275,7 @@ void Linear::run(const LinearWeight& weight, const LinearRows& rows, float* y) {
     if (impl_->reads_little()) {
       impl_->work(0);
     } else {
-      impl_->pool.run(impl_->work);
+      claim.run(impl_->work);
     }
   }
 }

@@ -1,12 +1,14 @@
 // The thread pool: each thread takes each step exactly once, whatever the delays; barriers; exceptions;
 // sleep.
 #include <pthread.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <csignal>
 #include <cstdint>
 #include <ctime>
+#include <memory>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -244,6 +246,25 @@ void test_run_inside_run_is_refused() {
   CHECK(message_of(pool, [](int) {}) == "none");
 }
 
+// None of the pool's threads is there: it is refused and let go of, neither of which may wait for them.
+void test_a_forked_process_is_refused() {
+  auto pool = std::make_unique<ThreadPool>(2, 0);
+  ThreadPool alone(1, 0);
+  pool->run([](int) {});
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    const bool refused = message_of(*pool, [](int) {}).find("forked") != std::string::npos;
+    const bool runs_alone = message_of(alone, [](int) {}) == "none";
+    pool.reset();
+    _exit(refused && runs_alone ? 0 : 1);
+  }
+  int status = -1;
+  CHECK(child > 0 && waitpid(child, &status, 0) == child);
+  CHECK(status == 0);
+  CHECK(message_of(*pool, [](int) {}) == "none");
+}
+
 void test_arguments() {
   for (int num_threads : {0, -1, 1025}) {
     bool refused = false;
@@ -290,6 +311,7 @@ int main() {
   test_pinned_threads();
   test_exceptions();
   test_run_inside_run_is_refused();
+  test_a_forked_process_is_refused();
   test_arguments();
   test_pools_come_and_go();
   test_idle_threads_sleep();

@@ -1,8 +1,11 @@
 // ThreadPool: see thread_pool.h for the phases.
 #include "threads/thread_pool.h"
 
+#include <pthread.h>
+
 #include <atomic>
 #include <exception>
+#include <new>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -28,6 +31,14 @@ struct BarrierBroken {};
 
 bool is_active(uint32_t phase) { return phase % 2 == 1; }
 
+std::atomic<uint32_t> num_forks{0};  // that lead to this process
+
+uint32_t count_forks() {
+  static const int failed = pthread_atfork(nullptr, nullptr, [] { num_forks.fetch_add(1); });
+  if (failed) throw std::bad_alloc();
+  return num_forks.load();
+}
+
 }  // namespace
 
 struct ThreadPool::Impl {
@@ -35,6 +46,7 @@ struct ThreadPool::Impl {
 
   const int num_threads;
   const int spin_us;
+  const uint32_t forks_before = count_forks();
   std::vector<std::exception_ptr> errors;  // by thread; written in an active phase, read in the idle one
   std::vector<std::thread> threads;
   const std::function<void(int)>* work = nullptr;
@@ -77,6 +89,8 @@ struct ThreadPool::Impl {
     phase.add(1);
   }
 
+  bool has_lost_threads() const { return !threads.empty() && num_forks.load() != forks_before; }
+
   void stop() {
     stopping = true;
     open_phase();
@@ -108,13 +122,25 @@ ThreadPool::ThreadPool(int num_threads, int spin_us, bool pin_threads) {
   }
 }
 
-ThreadPool::~ThreadPool() { impl_->stop(); }
+ThreadPool::~ThreadPool() {
+  // In a forked process there is nobody to join, and the system may have given the threads' memory away.
+  if (impl_->has_lost_threads()) {
+    static_cast<void>(impl_.release());
+  } else {
+    impl_->stop();
+  }
+}
 
 int ThreadPool::num_threads() const { return impl_->num_threads; }
 
 void ThreadPool::run(const std::function<void(int)>& work) { Claim(*this, "ThreadPool.run").run(work); }
 
 ThreadPool::Claim::Claim(ThreadPool& pool, const char* who) : pool_(*pool.impl_) {
+  if (pool_.has_lost_threads()) {
+    throw std::logic_error(std::string(who) +
+                           ": called in a process that was forked after its threads were started, expected "
+                           "one that starts its own (multiprocessing: spawn)");
+  }
   if (pool_.in_run.exchange(true, std::memory_order_acquire)) {
     throw std::logic_error(std::string(who) +
                            ": called while another run is in progress, expected one caller at a time");

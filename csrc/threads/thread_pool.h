@@ -33,7 +33,8 @@ class ThreadPool {
   void run(const std::function<void(int)>& work);
 
   // Holds the pool for one caller, which sets up what its work reads in between: another one, who would
-  // overwrite that, is refused at once (std::logic_error, which names `who`).
+  // overwrite that, is refused at once (std::logic_error, which names `who`). So is a process that was forked
+  // after the pool was made, as none of its threads went along.
   class Claim {
    public:
     Claim(ThreadPool& pool, const char* who);

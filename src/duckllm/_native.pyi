@@ -165,7 +165,8 @@ class Experts:
                 out is then untouched.
 
         Threading:
-            Releases the interpreter; one run at a time per object.
+            Releases the interpreter; one run at a time per object, and in the process that made
+            it: others are refused with RuntimeError.
 
         Reference:
             tests/kernels/expert_reference.py, float64, with the bound of experts.h
@@ -281,7 +282,8 @@ class LinearRuntime:
             ValueError: a wrong shape or type, or K over max_in_features; out is then untouched.
 
         Threading:
-            Releases the interpreter; one run at a time per object.
+            Releases the interpreter; one run at a time per object, and in the process that made
+            it: others are refused with RuntimeError.
 
         Reference:
             tests/linear/linear_reference.py, float64, with the bound of linear.h
@@ -431,7 +433,8 @@ class Attention:
             ValueError: a wrong shape or type, or a page or position outside.
 
         Threading:
-            Releases the interpreter; one computation at a time per LinearRuntime.
+            Releases the interpreter; one computation at a time per LinearRuntime, and in the
+            process that made it: others are refused with RuntimeError.
 
         Reference:
             tests/attention/attention_reference.py, float64, with the bound of attention.h
@@ -456,7 +459,8 @@ class Attention:
             ValueError: a wrong shape or type, or a page beyond the cache.
 
         Threading:
-            Releases the interpreter; one computation at a time per LinearRuntime.
+            Releases the interpreter; one computation at a time per LinearRuntime, and in the
+            process that made it: others are refused with RuntimeError.
         """
 
     def multiply_heads(
@@ -476,7 +480,8 @@ class Attention:
             ValueError: a wrong shape or type.
 
         Threading:
-            Releases the interpreter; one computation at a time per LinearRuntime.
+            Releases the interpreter; one computation at a time per LinearRuntime, and in the
+            process that made it: others are refused with RuntimeError.
         """
 
 def rotate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -124,3 +125,38 @@ def test_packed_sizes_are_those_of_whole_records() -> None:
     assert _native.linear_bytes(64, 33, "f32") == 2 * 2 * 2 * 2048
     with pytest.raises(ValueError, match=r"^out_features: got 0, expected 1 to 16777216"):
         _native.linear_bytes(0, 1, "fp8")
+
+
+def test_threads_of_one_runtime_are_one_at_a_time() -> None:
+    """Linear layers and attention of one runtime share its scratch memory; who comes second is refused."""
+    runtime = _native.LinearRuntime(8, 512, 2, 0)
+    attention = _native.Attention(runtime)
+    weight = Weight.random(512, 512, "fp8")
+    packed, x = _native.pack_linear(weight.stored, "fp8"), rows(8, 512)
+    step = _native.StepContexts(np.array([[300, 2, 0, 512]], np.int64), np.zeros(1, np.int32))
+    q = np.random.default_rng(1).standard_normal((2, 4, 64), dtype=np.float32)
+    keys = np.random.default_rng(2).standard_normal((512, 128), dtype=np.float32)
+
+    def linear() -> np.ndarray:
+        out = np.empty((8, 512), np.float32)
+        runtime.run(packed, weight.scales, 512, 512, "fp8", x, out)
+        return out
+
+    def attend() -> np.ndarray:
+        return attention.attend(step, q, keys, keys.copy(), 2, 64, 0.125, 0, None)
+
+    expected = [linear(), attend()]
+    refused = ": called while another run is in progress, expected one caller at a time"
+
+    def run(turn: int) -> str:
+        try:
+            right = np.array_equal((linear, attend)[turn % 2](), expected[turn % 2])
+        except RuntimeError as error:
+            return str(error).removesuffix(refused)
+        return "right" if right else "wrong"
+
+    with ThreadPoolExecutor(4) as threads:
+        outcomes = set(threads.map(run, range(400)))
+    assert "right" in outcomes
+    assert outcomes <= {"right", "Linear.run", "Attention.attend"}
+    np.testing.assert_array_equal(linear(), expected[0])
