@@ -100,9 +100,14 @@ def test_a_worker_is_lost_and_comes_back(tmp_path: Path, demo_folder: Path) -> N
         assert server.stop() == 0
 
 
+def places(now: Any) -> list[str]:
+    """Where the workers are."""
+    return [worker["address"] for worker in now["workers"]]
+
+
 def loses_while_a_reply_waits(server: ServerProcess, pid: int) -> None:
     """The worker ``pid``, the one that was not lost yet; the reply goes on with as many tokens."""
-    body = {**BODY, "max_tokens": 400, "ignore_eos": True, "stream": False}
+    body = {**BODY, "max_tokens": 1000, "ignore_eos": True, "stream": False}
     before = cluster(server)
     begun = before["engine"]["num_generated_tokens"] + 10
     [number] = [worker["index"] for worker in before["workers"] if not worker["num_losses"]]
@@ -115,10 +120,12 @@ def loses_while_a_reply_waits(server: ServerProcess, pid: int) -> None:
     assert now["requests"] == {"running": 1, "waiting": 0}
     os.kill(pid, signal.SIGKILL)
     lost = wait_for(server, lambda now: now["workers"][number]["num_losses"])
-    assert lost["workers"][number]["is_lost"]
+    # Whoever polls slowly sees it after it has come back, elsewhere.
+    assert lost["workers"][number]["is_lost"] or places(lost)[number] != places(before)[number]
     assert not lost["workers"][1 - number]["is_lost"]
     back = wait_for(server, lambda now: not any(worker["is_lost"] for worker in now["workers"]))
     assert [worker["num_losses"] for worker in back["workers"]] == [1, 1]
-    assert back["workers"][number]["address"] != lost["workers"][number]["address"]
+    assert places(back)[number] != places(before)[number]
+    assert places(back)[1 - number] == places(before)[1 - number]
     asking.join()
-    assert replies[0].json()["usage"]["completion_tokens"] == 400
+    assert replies[0].json()["usage"]["completion_tokens"] == 1000
