@@ -6,12 +6,12 @@ without torch; while they prepare, the host's half is imported, and torch with i
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from duckllm.outputs import WorkerTimes
 from duckllm.prefill import check_prefill, select_isa
 from duckllm.transport.transport import Transport
 from duckllm.weights.formats import LayerFormat, is_lossless
+from duckllm.weights.layer_formats import in_words
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +70,7 @@ class ClusterInfo:
         memory_bytes: Memory of each worker's node.
         read_gb_per_s: What each node reads from memory, GB/s; None where it does not say.
         other_nodes: Nodes that are known and compute nothing: they wait, are gone or were refused.
+        layer_formats: Which layers are computed in which format, in words; empty where all are in the same.
         links: How each worker is spoken with, in words: shared memory, or TCP and what of it is set, and what
             could not be.
     """
@@ -89,6 +91,7 @@ class ClusterInfo:
     memory_bytes: tuple[int, ...] = ()
     read_gb_per_s: tuple[float | None, ...] = ()
     other_nodes: tuple[OtherNode, ...] = ()
+    layer_formats: str = ""
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -167,7 +170,7 @@ def choose_device(asked: str, plan: Callable[[Device], HostMemory]) -> Device:
         except ConfigError as error:
             if asked != "auto" or error.field != "VRAM":
                 raise
-            return dataclasses.replace(CPU, why=f"VRAM: got {error.got}, expected {error.expected}")
+            return replace(CPU, why=f"VRAM: got {error.got}, expected {error.expected}")
     return found
 
 
@@ -366,9 +369,11 @@ def build_engine(
         experts, view = _experts_here(model, config, on)
     else:
         experts, view = _experts_on_workers(stack, model, cluster, config, on)
+    guesses = drafts(model, step_config)
+    view = replace(view, info=partial(_with_layers, view.info, model.manifest, model.num_layers + guesses))
     loaded = load_model(parsed, tensors, experts, max_tokens=length, device=on)
     drafting = None
-    if drafts(model, step_config):
+    if guesses:
         is_stateless = step_config.draft == "stateless"
         drafting = Drafting(
             load_draft_layer(loaded, tensors, experts),
@@ -519,6 +524,19 @@ def experts_of_gpu(
     boxes = Mailboxes.new(_LANES, MAX_GROUPED_ROWS, hidden_size, top_k, device)
     exchange = boxes.exchange(server, flock=flock, transport=transport)
     return DeviceExperts(executor, boxes, exchange, kernels)
+
+
+def _with_layers(info: Callable[[], ClusterInfo], manifest: Manifest, num_layers: int) -> ClusterInfo:
+    """What computes the experts, with the formats of the first layers where these differ."""
+    found = info()
+    # fp9 and fp8 are computed in each other's place, perhaps not by all alike; others as they are stored.
+    same = "+".join(filter(is_lossless, found.weight_format.split("+")))
+    formats = {
+        layer: same if is_lossless(name) else name
+        for layer, name in manifest.layer_formats().items()
+        if layer < num_layers
+    }
+    return replace(found, layer_formats=in_words(formats) if len(set(formats.values())) > 1 else "")
 
 
 def _describe_workers(cluster: Cluster, flock: Flock) -> ClusterInfo:

@@ -25,6 +25,7 @@ class FakeInfo:
     links: tuple[str, ...] = ("shared memory",) * 2
     own_memory_bytes: tuple[int, ...] = (0, 0)
     huge_page_bytes: tuple[int, ...] = (0, 0)
+    layer_formats: str = ""
 
 
 STATS = EngineMetrics(

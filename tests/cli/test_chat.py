@@ -178,6 +178,24 @@ def test_uneven_shares_are_told(duckllm: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
+    ("asked", "more"),
+    [
+        ("auto", ""),
+        ("int4", ""),
+        ("fp8", ": --format fp8 is for layers stored in fp9 or fp8, others stay as they were rounded"),
+    ],
+)
+def test_layers_in_several_formats_are_told(
+    duckllm: Any, monkeypatch: pytest.MonkeyPatch, asked: str, more: str
+) -> None:
+    info = FakeInfo(weight_format="fp8+int4", layer_formats="fp8, int4 in layers 2-4")
+    monkeypatch.setattr(FakeModel, "cluster_info", lambda self: info)
+    done = duckllm("chat", "--prompt", "x", "--format", asked)
+    said = f"duckllm: experts are computed in fp8, int4 in layers 2-4{more}\n"
+    assert " ".join(done.err.split()) == " ".join(f"{MEMORY}{said}".split())
+
+
+@pytest.mark.parametrize(
     ("facts", "words"),
     [
         ({"links": ("shared memory", "TCP, cubic", "TCP, cubic")}, "2 workers by TCP, cubic"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from duckllm import _native
+from duckllm import LLM, _native
+from duckllm.assembly import ClusterInfo, _with_layers
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.errors import ProtocolError, WeightFormatError
 from duckllm.moe.local import LocalExperts
@@ -94,6 +96,29 @@ def test_experts_in_this_process_do_the_same(mixed: Manifest) -> None:
         arrays = (torch.from_numpy(each) for each in (step.x, step.topk_ids, step.topk_weights))
         got = experts.submit(layer, *arrays).wait().numpy()
         np.testing.assert_array_equal(got, expected_sum(mixed, [plan], step))
+
+
+@pytest.mark.parametrize(
+    ("used", "num_layers", "words"),
+    [
+        ("fp8+int4+int8", 7, "int4, fp8 in layers 1 and 6, int8 in layer 2"),
+        ("fp8+int4+int8", 6, "int4, fp8 in layer 1, int8 in layer 2"),
+        ("fp9+int4+int8", 6, "int4, fp9 in layer 1, int8 in layer 2"),
+        ("fp8+fp9+int4+int8", 6, "int4, fp8+fp9 in layer 1, int8 in layer 2"),  # by workers that differ
+        ("fp8", 2, ""),
+    ],
+)
+def test_which_layers_are_computed_in_which_format_is_said(
+    mixed: Manifest, used: str, num_layers: int, words: str
+) -> None:
+    info = ClusterInfo(2, used, ("avx2", "avx2"))
+    assert _with_layers(lambda: info, mixed, num_layers) == replace(info, layer_formats=words)
+
+
+@pytest.mark.parametrize(("draft", "layers"), [("on", "layers 1 and 6"), ("off", "layer 1")])
+def test_a_loaded_model_says_what_it_is_computed_in(mixed: Manifest, draft: str, layers: str) -> None:
+    with LLM(mixed.folder, workers=0, max_model_len=64, draft=draft) as llm:
+        assert llm.cluster_info().layer_formats == f"int4, fp8 in {layers}, int8 in layer 2"
 
 
 def test_auto_never_leaves_what_is_stored_for_fewer_bits(

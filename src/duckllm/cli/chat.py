@@ -21,6 +21,7 @@ from duckllm.cli.common import (
     Waiting,
     describe_ending,
     describe_facts,
+    describe_layers,
     describe_links,
     describe_shares,
     tell,
@@ -118,7 +119,8 @@ def chat(
         tell(str(llm.memory()))
         info = llm.cluster_info()
         repeats = words_on_repeats(info.isas)
-        for words in (repeats, describe_shares(info.stripes), describe_links(info)):
+        layers = describe_layers(info, model_options.weight_format)
+        for words in (repeats, layers, describe_shares(info.stripes), describe_links(info)):
             if words:
                 tell(words)
         params = dataclasses.replace(llm.default_sampling_params, **overrides)

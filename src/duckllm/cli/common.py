@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from duckllm.cli.terminal import printable, wrapped
 from duckllm.cluster.address import parse_addresses
-from duckllm.config import MAX_WORKERS, SHARES, count_of, show_size
+from duckllm.config import LOSSLESS_FORMATS, MAX_WORKERS, SHARES, count_of, show_size
 from duckllm.errors import HIDDEN, ConfigError, InWords, without_credentials
 
 if TYPE_CHECKING:
@@ -35,6 +35,10 @@ class ClusterInfo(Protocol):
     @property
     def weight_format(self) -> str:
         """The format of their expert weights."""
+
+    @property
+    def layer_formats(self) -> str:
+        """Which layers are computed in which format; empty where all are in the same."""
 
     @property
     def isas(self) -> Sequence[str]:
@@ -153,6 +157,21 @@ def describe_shares(stripes: Sequence[int]) -> str:
     if not stripes or max(stripes) - min(stripes) <= 1:
         return ""
     return f"stripes of each worker: {', '.join(map(str, stripes))} of {sum(stripes)}"
+
+
+def describe_layers(info: ClusterInfo, asked: str) -> str:
+    """Which layers are computed in which format, where they differ; empty where they do not.
+
+    Args:
+        info: The workers.
+        asked: The ``--format`` that was asked for.
+    """
+    if not info.layer_formats:
+        return ""
+    words = f"experts are computed in {info.layer_formats}"
+    if asked in LOSSLESS_FORMATS:
+        words += f": --format {asked} is for layers stored in fp9 or fp8, others stay as they were rounded"
+    return words
 
 
 def describe_links(info: ClusterInfo) -> str:

@@ -139,7 +139,8 @@ class ModelOptions:
         typer.Option(
             "--format",
             help="Format that experts are computed in: fp9, fp8, or auto (the faster of these two where the "
-            "model is stored in one); int8 or int4 is what a checkpoint is converted into where asked for.",
+            "model is stored in one; layers that were rounded stay so); int8 or int4 is what a checkpoint is "
+            "converted into where asked for.",
         ),
     ] = "auto"
     prefill: Annotated[

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from duckllm.cli.common import describe_shares, describe_workers, tell
+from duckllm.cli.common import describe_layers, describe_shares, describe_workers, tell
 from duckllm.cli.model_options import ModelArgument, ModelOptions, takes_model_options
 from duckllm.cluster.token import read_secret
 
@@ -122,8 +122,9 @@ def serve(
     def on_ready(url: str, llm: LLM) -> None:
         tell(str(llm.memory()))
         info = llm.cluster_info()
-        if words := describe_shares(info.stripes):
-            tell(words)
+        for words in (describe_layers(info, model_options.weight_format), describe_shares(info.stripes)):
+            if words:
+                tell(words)
         print(f"Serving {config.model_names[0]} at {url}, {describe_workers(info)}", flush=True)
 
     run(config, load, on_listening, on_ready)
