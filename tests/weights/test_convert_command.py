@@ -85,7 +85,7 @@ def test_a_new_folder_takes_no_models_name(
 ) -> None:
     """It would come first: the same command would not go on, and others would mean another model."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "find_model", lambda model: pytest.fail("looked for the model"))
+    monkeypatch.setattr(command, "find_model", lambda *_, **__: pytest.fail("looked for the model"))
     for place in (dst, str(tmp_path / dst)):
         result = CliRunner().invoke(app, [src, place])
         hint = f"({name} would mean that folder here, and no longer {what})"

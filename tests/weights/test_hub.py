@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,7 +25,9 @@ from duckllm.errors import (
     DuckError,
     MissingPackageError,
     ModelNotFoundError,
+    UnsupportedModelError,
 )
+from duckllm.models.registry import open_model
 from duckllm.weights.convert import convert
 from duckllm.weights.hub import HubModel, _snapshot_download
 from duckllm.weights.manifest import Manifest
@@ -144,7 +147,7 @@ def test_environment_variables_name_the_cache(source: Path, tmp_path: Path) -> N
         "import sys\n"
         "from duckllm.weights.hub import HubModel\n"
         "assert 'huggingface_hub' not in sys.modules\n"
-        "print(HubModel(sys.argv[1], None).find())\n"
+        "print(HubModel(sys.argv[1], None).find(lambda folder: None))\n"
     )
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     environment.pop("HF_HUB_CACHE", None)
@@ -209,6 +212,40 @@ def test_an_inspection_fetches_the_configuration_alone(hub: FakeHub, monkeypatch
     assert CliRunner().invoke(app, ["plan", REPO, "--json"]).exception is None
     # What needs the whole model says what is missing.
     assert "holds a part of it, without" in refused(REPO, CheckpointError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"),
+    [
+        (
+            {"rope_theta": None},
+            CheckpointError,
+            "config.json: rope_theta: got None, expected",
+        ),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            UnsupportedModelError,
+            "architectures: got 'LlamaForCausalLM'",
+        ),
+        (
+            {"quantization_config": {"quant_method": "quark"}},
+            UnsupportedModelError,
+            "quant_method: got 'quark'",
+        ),
+        ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act: got 'gelu', expected 'silu'"),
+    ],
+)
+def test_a_model_that_no_host_could_use_is_not_downloaded(
+    hub: FakeHub, source: Path, changes: dict, kind: type[DuckError], words: str
+) -> None:
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(kind, match=re.escape(words)):
+        open_model(REPO)
+    done = CliRunner().invoke(app, ["convert", REPO, "dst"])
+    assert type(done.exception) is kind
+    assert words in str(done.exception)
+    assert set(hub.served) == {"config.json"}
 
 
 def test_a_download_that_broke_is_completed(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:

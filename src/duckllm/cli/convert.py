@@ -5,6 +5,7 @@ Mounted by cli/main.py, which turns errors of ours into one line and an exit cod
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -85,7 +86,7 @@ def convert(
     try:
         with keys_unseen(), ConsoleProgress(f"Converting {src}") as progress:
             check_new_folder(src, dst)
-            place = find_model(src)
+            place = find_model(src, check=_check_early)
             if src == DEMO_MODEL and not is_demo_name(src):
                 tell(f"{src} is the folder of that name here, not the demo model")
             manifest = convert_checkpoint(
@@ -105,6 +106,14 @@ def convert(
         raise typer.Exit(130) from None
     outcome = summary(manifest, verify, time.monotonic() - start_s)
     print(json.dumps(outcome) if as_json else describe(outcome))
+
+
+def _check_early(folder: Path) -> None:
+    """As :func:`_check_usable`, which speaks of what is not installed, later."""
+    from duckllm.models.registry import load_config
+
+    with contextlib.suppress(ModuleNotFoundError):
+        load_config(folder)
 
 
 def _check_usable(folder: Path) -> None:

@@ -54,8 +54,12 @@ class HubModel:
     def __str__(self) -> str:
         return self.repo_id if self.revision is None else f"{self.repo_id}@{self.revision}"
 
-    def find(self) -> Path:
+    def find(self, check: Callable[[Path], object]) -> Path:
         """The folder of its files in the local cache, whole; downloaded where it is not there, or in part.
+
+        Args:
+            check: Called with a folder that has config.json before the weights are downloaded: raises what is
+                wrong with it.
 
         Raises:
             ModelNotFoundError: It is not in the cache and cannot be downloaded, for the reason given.
@@ -68,6 +72,11 @@ class HubModel:
         if cached is not None and not absent:
             return cached
         try:
+            early = cached
+            if early is None or "config.json" in absent:
+                early = self._download(snapshot_download, ["config.json"])
+            if (early / "config.json").is_file():
+                check(early)
             folder = self._download(snapshot_download)
         except ModelNotFoundError as error:
             if cached is None:
@@ -96,7 +105,7 @@ class HubModel:
         cached, absent = self._in_cache(snapshot_download)
         if cached is not None and "config.json" not in absent:
             return cached
-        return self._download(snapshot_download, ["config.json"])
+        return self._download(snapshot_download, ["config.json"], " config.json")
 
     def _in_cache(self, snapshot_download: Callable[..., str]) -> tuple[Path | None, list[str]]:
         """The folder in the cache, if there is one, and which files it lacks."""
@@ -120,12 +129,14 @@ class HubModel:
             return None, []
         return folder, _absent_files(folder)
 
-    def _download(self, snapshot_download: Callable[..., str], files: Sequence[str] = _WANTED) -> Path:
+    def _download(
+        self, snapshot_download: Callable[..., str], files: Sequence[str] = _WANTED, named: str = ""
+    ) -> Path:
+        """The folder with these files; ``named`` is what of it a user would fetch himself."""
         from huggingface_hub import constants, errors
 
         absent = f"neither a folder nor in the Hugging Face cache, {constants.HF_HUB_CACHE}"
-        config_alone = " config.json" if tuple(files) == ("config.json",) else ""
-        fetch = f"fetch it where there is a network: hf download {self.repo_id}{config_alone}"
+        fetch = f"fetch it where there is a network: hf download {self.repo_id}{named}"
         if constants.HF_HUB_OFFLINE:
             raise ModelNotFoundError(f"{self}: {absent}, and HF_HUB_OFFLINE is set; {fetch}")
         try:

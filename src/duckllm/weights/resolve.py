@@ -13,13 +13,15 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from duckllm.demo import CHECKPOINT
 from duckllm.errors import ConfigError, ModelNotFoundError
+from duckllm.weights.architectures import layout_of
 from duckllm.weights.cache_folder import cache_folder
-from duckllm.weights.checkpoint import Checkpoint
+from duckllm.weights.checkpoint import Checkpoint, load_json, read_quantisation
 from duckllm.weights.console import ConsoleProgress
 from duckllm.weights.convert import Progress, convert
 from duckllm.weights.files import hash_file, model_errors
@@ -48,7 +50,9 @@ class ModelPlace:
     origin: Mapping[str, str]
 
 
-def find_model(model: str | Path | None, *, whole: bool = True) -> ModelPlace:
+def find_model(
+    model: str | Path | None, *, whole: bool = True, check: Callable[[Path], object] | None = None
+) -> ModelPlace:
     """The folder that a model's name stands for.
 
     Args:
@@ -57,10 +61,14 @@ def find_model(model: str | Path | None, *, whole: bool = True) -> ModelPlace:
             cache before a download.
         whole: Whether all of it is needed. Without, of a model on the hub config.json is enough, and alone
             is downloaded.
+        check: Called with the folder of a model on the hub that has config.json, before its weights are
+            downloaded: raises what is wrong with it, beside what no conversion takes.
 
     Raises:
         ModelNotFoundError: Neither a folder nor a model on the hub that can be had.
-        CheckpointError: The hub's local cache holds a part of it, and the rest cannot be had.
+        CheckpointError: The hub's local cache holds a part of it, and the rest cannot be had; or its
+            configuration is wrong.
+        UnsupportedModelError: Its configuration asks for something that is not implemented.
         DiskSpaceError: No room for a download.
         MissingPackageError: A model on the hub, without huggingface_hub.
     """
@@ -79,9 +87,19 @@ def find_model(model: str | Path | None, *, whole: bool = True) -> ModelPlace:
     if hub_model is None:
         what = "no such folder" if is_free else "is a file, expected a model's folder"
         raise ModelNotFoundError(f"{folder}: {what}{_hint(str(model))}")
-    folder = hub_model.find() if whole else hub_model.find_configuration()
+    early = partial(_check_configuration, check=check)
+    folder = hub_model.find(early) if whole else hub_model.find_configuration()
     origin = {"hub_id": hub_model.repo_id, "revision": folder.name}
     return ModelPlace(folder, hub_model.repo_id.replace("/", "--"), origin)
+
+
+def _check_configuration(folder: Path, check: Callable[[Path], object] | None) -> None:
+    """Refuses a model by its config.json alone: what would be refused once its weights are here."""
+    config = load_json(folder / "config.json")
+    layout_of(config, {})
+    read_quantisation(folder, config)
+    if check is not None:
+        check(folder)
 
 
 def is_demo_name(model: str | Path | None) -> bool:
@@ -135,7 +153,7 @@ def resolve_model(
             into; any other converts as ``"auto"`` does, without rounding more than e4m3 has to.
         keep: Layers of such a checkpoint in other formats, as :func:`duckllm.weights.convert.convert` has it.
         importance: What ``duckllm calibrate`` recorded, for the rounding to 4 bits.
-        check: As for :func:`duckllm.weights.convert.convert`.
+        check: As for :func:`duckllm.weights.convert.convert`, and for :func:`find_model`.
 
     Raises:
         ModelNotFoundError: No such folder, or no model in it, and none on the hub.
@@ -145,7 +163,7 @@ def resolve_model(
 
     Threading: safe from any number of processes at once; one converts, the others wait for it.
     """
-    place = find_model(model)
+    place = find_model(model, check=check)
     folder = place.folder
     with model_errors(folder):
         is_converted = (folder / MANIFEST_FILE).is_file()
