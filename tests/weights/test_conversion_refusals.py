@@ -21,6 +21,7 @@ from duckllm.errors import (
     UnsupportedModelError,
     WeightFormatError,
 )
+from duckllm.weights import pack
 from duckllm.weights.convert import convert
 from duckllm.weights.safetensors_file import build_header
 from duckllm.weights.tensor_check import ModelTensors
@@ -201,6 +202,29 @@ def test_non_finite_source_weights_are_counted_by_tensor(tmp_path: Path, value: 
     assert f"{name}: got 2 non-finite" in refused(tmp_path, WeightFormatError)
 
 
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.1.self_attn.q_b_proj.weight", "model.norm.weight"]
+)
+def test_non_finite_weights_of_the_host_are_counted_by_tensor(
+    tmp_path: Path, dtype: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def edit(tensors: dict) -> None:
+        _, shape, data = tensors[name]
+        values = np.frombuffer(data, {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[dtype]).copy()
+        values[[0, 5, -1]] = [0x7FC0, 0xFF80, 0x7F80] if dtype == "BF16" else [np.nan, -np.inf, np.inf]
+        tensors[name] = (dtype, shape, values.tobytes())
+
+    make_checkpoint(tmp_path / "src", dtype=dtype, edit=edit)
+    words = f"{name}: got 3 non-finite weight(s), expected finite weights"
+    assert words in refused(tmp_path, WeightFormatError)
+    with monkeypatch.context() as patched:  # a conversion of earlier is not verified
+        patched.setattr(pack, "host_chunks", pack.tensor_chunks)
+        convert(tmp_path / "src", tmp_path / "dst")
+    with pytest.raises(WeightFormatError, match=re.escape(words)):
+        convert(tmp_path / "src", tmp_path / "dst", verify=True)
+
+
 HOST = (
     "model.layers.0.self_attn.o_proj.",
     "model.layers.0.mlp.down_proj.",
@@ -273,7 +297,8 @@ def test_a_conversion_of_earlier_whose_scales_are_damaged_is_not_verified(
     make_checkpoint(tmp_path / "src", edit=add(name, "F32", (1, 1), np.array([value], "<f4").tobytes()))
     with monkeypatch.context() as patched:
         patched.setattr(ModelTensors, "check_host_scales", lambda tensors: None)
-        convert(tmp_path / "src", tmp_path / "dst", verify=True)
+        patched.setattr(pack, "host_chunks", pack.tensor_chunks)
+        convert(tmp_path / "src", tmp_path / "dst")
     with pytest.raises(CheckpointError, match=re.escape(f"{name}: {words}")):
         convert(tmp_path / "src", tmp_path / "dst", verify=True)
 

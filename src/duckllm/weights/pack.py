@@ -32,6 +32,8 @@ from duckllm.weights.source import ExpertTensors
 from duckllm.weights.units import ExpertWeights
 
 _HOST_ALIGNMENT = 64
+# Words of the wide types, and the bits that are all set in NaN and infinity.
+_EXPONENTS = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}
 OnBytes = Callable[[int], object]
 _Item = TypeVar("_Item")
 
@@ -208,27 +210,40 @@ def write_expert_file(
     return ExpertLayer(out.path.name, expert_file_bytes(layout, layer, form), hashes), total
 
 
+def host_chunks(reader: TensorReader, info: TensorInfo) -> Iterator[memoryview]:
+    """A host tensor's bytes as a converted model has them, as :func:`tensor_chunks` gives them.
+
+    Raises:
+        WeightFormatError: It holds NaN or infinity; when all of it was given.
+        CheckpointError: The checkpoint ends early.
+    """
+    bad = 0
+    for chunk in tensor_chunks(reader, info):
+        if info.dtype == FP8:
+            bad += _native.count_nan_e4m3(np.frombuffer(chunk, np.uint8))
+        elif info.dtype in _EXPONENTS:
+            words, exponent = _EXPONENTS[info.dtype]
+            bad += int(np.count_nonzero((np.frombuffer(chunk, words) & exponent) == exponent))
+        yield chunk
+    if bad:
+        what = "NaN byte(s) (0x7f or 0xff)" if info.dtype == FP8 else "non-finite weight(s)"
+        raise WeightFormatError(f"{info.name}: got {bad} {what}, expected finite weights")
+
+
 def write_host_file(
     out: AtomicFile, reader: TensorReader, tensors: Sequence[TensorInfo], on_bytes: OnBytes
 ) -> HostFile:
     """Copies host tensors, byte for byte or dequantised, and returns their manifest entry.
 
     Raises:
-        WeightFormatError: An FP8 tensor holds NaN.
+        WeightFormatError: A tensor holds NaN or infinity.
         CheckpointError: The checkpoint ends early.
     """
     header = _host_header(tensors)
     out.write(header)
     on_bytes(len(header))
     for info in tensors:
-        nans = 0
-        for chunk in tensor_chunks(reader, info):
+        for chunk in host_chunks(reader, info):
             out.write(chunk)
             on_bytes(len(chunk))
-            if info.dtype == FP8:
-                nans += _native.count_nan_e4m3(np.frombuffer(chunk, np.uint8))
-        if nans:
-            raise WeightFormatError(
-                f"{info.name}: got {nans} NaN byte(s) (0x7f or 0xff), expected finite weights"
-            )
     return HostFile(out.sha256(), host_file_bytes(tensors))

@@ -14,10 +14,10 @@ from duckllm.errors import WeightHashError
 from duckllm.weights.checkpoint import Checkpoint
 from duckllm.weights.grouped import QuantisedExpert, pack_quantised_expert
 from duckllm.weights.importance import ImportanceFile
-from duckllm.weights.imports.packed import DequantisedTensor, tensor_chunks
+from duckllm.weights.imports.packed import DequantisedTensor
 from duckllm.weights.layout import ModelLayout
 from duckllm.weights.manifest import Manifest, check_sha256
-from duckllm.weights.pack import ahead_of, encode_expert
+from duckllm.weights.pack import ahead_of, encode_expert, host_chunks
 from duckllm.weights.progress_file import expert_hashes
 from duckllm.weights.reader import UNITS
 from duckllm.weights.safetensors_file import TensorReader, read_header
@@ -39,6 +39,7 @@ def verify_conversion(
 
     Raises:
         WeightHashError: Names the file, and the layer, expert or tensor that differs.
+        WeightFormatError: A weight of the source is NaN or infinite.
         CheckpointError: A file is missing, truncated or malformed.
     """
     manifest.check_files()
@@ -75,7 +76,7 @@ def _compare_host_file(
                 raise WeightHashError(f"{path}: {tensor}: got a tensor that the source has not")
             source = DequantisedTensor.of(matrix)
         same = (info.dtype, info.shape) == (source.dtype, source.shape)
-        if not same or reader.read(info).tobytes() != b"".join(tensor_chunks(reader, source)):
+        if not same or reader.read(info).tobytes() != b"".join(host_chunks(reader, source)):
             raise WeightHashError(f"{path}: {tensor}: differs from the source")
 
 
