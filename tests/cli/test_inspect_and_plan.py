@@ -279,6 +279,8 @@ def test_a_start_that_does_not_fit_shows_the_table_too(
         (["--workers", "999999999999"], "workers: got '999999999999', expected a number of at least 0, or"),
         (["--max-step-tokens", "65537"], "max_step_tokens: got 65537, expected a number from 1 to 65536"),
         (["--format", "int5"], "format: got 'int5', expected one of fp9, fp8, int8, int4"),
+        (["--format", "fp9", "--keep", "fp9:first"], "keep: got 'fp9:first', expected a rule that changes a"),
+        (["--format", "fp8", "--keep", "none"], "keep: got 'none', expected a rule that changes a layer's"),
         (["--format", "int4", "--keep", "fp8:x"], "keep: got 'x', expected first, last, mtp, or numbers"),
         (["--max-model-len", "9999"], "max_model_len: got 9999, expected 1 to 4096, the model's longest"),
         (["--host-memory", "much"], "host_memory: got 'much', expected GiB"),

@@ -259,6 +259,8 @@ def plan(
     with Waiting(f"Reading {model or 'the demo model'}"):
         found = inspect_model(find_model(model, whole=False).folder)
     chosen = _parse_format(weight_format, found)
+    if weight_format:  # else the formats that are compared share the rules
+        found.check_rules(chosen, keep)
     longest = found.max_position_embeddings
     length = min(_DEFAULT_CONTEXT, longest) if max_model_len is None else max_model_len
     if not 1 <= length <= longest:

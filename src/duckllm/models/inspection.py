@@ -22,7 +22,13 @@ from duckllm.weights.config_values import check_values
 from duckllm.weights.e4m3 import scale_shape
 from duckllm.weights.files import model_errors
 from duckllm.weights.formats import FORMATS, LayerFormat, is_lossless, num_stripes
-from duckllm.weights.layer_formats import CONVERTED_FORMATS, LayerNumbers, in_words, layer_formats
+from duckllm.weights.layer_formats import (
+    CONVERTED_FORMATS,
+    LayerNumbers,
+    check_rules,
+    in_words,
+    layer_formats,
+)
 from duckllm.weights.layout import ConfigReader, ModelLayout
 from duckllm.weights.manifest import MANIFEST_FILE, Manifest
 from duckllm.weights.safetensors_file import DTYPE_BYTES, TensorInfo, read_header
@@ -163,11 +169,21 @@ class Inspection:
                 return dict(stored)
             if is_lossless(weight_format) and any(map(is_lossless, stored.values())):
                 return {layer: weight_format if is_lossless(name) else name for layer, name in stored.items()}
-        numbers = LayerNumbers(self.layout.moe_layers, self.num_hidden_layers)
-        kept = {} if self.weight_format else stored
-        if weight_format in FORMATS and weight_format not in CONVERTED_FORMATS:
-            kept = dict.fromkeys(self.layout.moe_layers, weight_format)  # as if the checkpoint had it so
+        numbers, kept = self._rules_for(weight_format)
         return layer_formats(numbers, kept, weight_format=weight_format, keep=keep, requantise=True)
+
+    def check_rules(self, weight_format: str, keep: Sequence[str] | None) -> None:
+        """Refuses rules that change nothing of a format; raises as of :meth:`formats_in`, and for those."""
+        numbers, kept = self._rules_for(weight_format)
+        check_rules(numbers, kept, weight_format=weight_format, keep=keep)
+
+    def _rules_for(self, weight_format: str) -> tuple[LayerNumbers, Mapping[int, str]]:
+        """The layers that rules speak of, and what those have in 4 bits."""
+        numbers = LayerNumbers(self.layout.moe_layers, self.num_hidden_layers)
+        if weight_format in FORMATS and weight_format not in CONVERTED_FORMATS:
+            # As if the checkpoint had it so.
+            return numbers, dict.fromkeys(self.layout.moe_layers, weight_format)
+        return numbers, {} if self.weight_format else self.layer_formats
 
     def _layers(self, drafts: bool) -> list[int]:
         """The layers with experts that a token passes, and with guesses the first that makes them."""
