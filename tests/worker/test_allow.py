@@ -41,10 +41,17 @@ def test_what_is_no_address_is_refused() -> None:
     ]
 
 
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "[::1]:0", "localhost:0"])
+def test_on_loopback_it_would_change_nothing(listen: str) -> None:
+    """Nobody but this machine connects there, which is let in anyway."""
+    with pytest.raises(ConfigError, match=r"^allow: got '10\.0\.0\.1, ::1', expected nothing on loopback"):
+        WorkerServer(WorkerConfig(listen=listen, allow=("10.0.0.1", "::1")), print)
+
+
 def test_others_hear_why_and_the_log_names_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(WorkerConfig, "lets_in", lambda self, peer: peer != "127.0.0.1")
     lines: list[str] = []
-    server = WorkerServer(WorkerConfig(listen="127.0.0.1:0", speed=0.0, allow=("10.0.0.10",)), lines.append)
+    server = WorkerServer(WorkerConfig(listen="127.0.0.1:0", speed=0.0), lines.append)
     thread = threading.Thread(target=server.serve)
     thread.start()
     try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from duckllm.cli.common import describe_layers, describe_shares, describe_workers, tell
+from duckllm.cli.common import describe_layers, describe_shares, describe_workers, refuse_unused, tell
 from duckllm.cli.model_options import ModelArgument, ModelOptions, takes_model_options
 from duckllm.cluster.token import read_secret
 
@@ -91,10 +91,13 @@ def serve(
     from duckllm.server.app import ServerConfig
     from duckllm.server.app import serve as run
 
+    keys = _keys(api_key or [], api_key_file)
+    if keys:
+        refuse_unused(serve, {"insecure": insecure}, "nothing with an API key, without which none is served")
     config = ServerConfig(
         host=host,
         port=port,
-        api_keys=_keys(api_key or [], api_key_file),
+        api_keys=keys,
         is_insecure=insecure,
         cors_origins=tuple(cors_origin or ()),
         model_names=tuple(served_model_name or [_name(model)]),

@@ -264,6 +264,9 @@ def _listen(config: WorkerConfig) -> socket.socket:
             f"a token, as {config.resolved_listen} is beyond loopback",
             f"--token-file FILE or ${TOKEN_VARIABLE}",
         )
+    if config.allow and is_loopback(str(end[0])):
+        expected = f"nothing on loopback, as {config.resolved_listen} is, where this machine alone connects"
+        raise ConfigError("allow", ", ".join(config.allow), expected)
     listener: socket.socket | None = None
     try:
         listener = socket.socket(family, kind, protocol)
