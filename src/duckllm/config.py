@@ -36,7 +36,9 @@ MAX_SHARE = 1_000_000
 _DISCOVER = re.compile(r"discover:[0-9.]{7,15}", re.ASCII)
 _GROUP = re.compile(r"([0-9.]+):(\d{1,5})(?:@([0-9.]+))?", re.ASCII)
 _OF_THE_NETWORK = ipaddress.IPv4Network("224.0.0.0/24")
-_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,3})?)\s*([KMGT](?:i?B)?)?B?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,3})?)\s*([KMGT](?:i?B)?)?B?", re.IGNORECASE | re.ASCII)
+_WHOLE = re.compile(r"\d{1,9}", re.ASCII)
+_DECIMAL = re.compile(r"(?:\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})(?:e[+-]?\d{1,2})?", re.IGNORECASE | re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -288,6 +290,18 @@ def is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def parse_whole(text: str) -> int | None:
+    """The whole number that a user wrote, digits of ASCII and spaces around them; None where it is none."""
+    text = text.strip()
+    return int(text) if _WHOLE.fullmatch(text) else None
+
+
+def parse_decimal(text: str) -> float | None:
+    """Likewise a number that may have a fraction, ``"1.5"`` or ``"2e3"``."""
+    text = text.strip()
+    return float(text) if _DECIMAL.fullmatch(text) else None
 
 
 def parse_size(field: str, text: str) -> int:

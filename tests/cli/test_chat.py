@@ -427,7 +427,7 @@ def test_sizes_are_bytes(text: str, expected: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("3", 3), ("0", 0), (" 12 ", 12), ("a:1", ("a:1",)), ("a:1, [::1]:2", ("a:1", "[::1]:2"))],
+    [("3", 3), ("0", 0), ("00", 0), (" 012 ", 12), ("a:1", ("a:1",)), ("a:1, [::1]:2", ("a:1", "[::1]:2"))],
 )
 def test_workers_are_a_number_or_addresses(text: str, expected: object) -> None:
     assert parse_workers(text) == expected
@@ -449,6 +449,9 @@ def test_workers_are_a_number_or_addresses(text: str, expected: object) -> None:
         "1.5",
         "a:1;b:2",
         "a:1,b:1,A:1",
+        "+1",
+        "1_0",
+        "\uff11",
         ",".join(f"a:{port}" for port in range(1, 1026)),
     ],
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from duckllm.config import parse_whole
 from duckllm.errors import ConfigError, InWords
 
 SHORTEST_INPUT = 128
@@ -140,12 +141,12 @@ def parse_input_lens(text: str, longest: int) -> tuple[int, ...]:
         return (*lengths, longest)
     found = []
     for word in (part.strip() for part in text.split(",")):
-        if word != LONGEST and not (word.isascii() and word.isdigit() and len(word) <= 9):
+        number = longest if word == LONGEST else parse_whole(word)
+        if number is None:
             raise ConfigError("input_len", text, "lengths with commas between, like 128,1024,max")
-        length = longest if word == LONGEST else int(word)
-        if not 1 <= length <= longest:
-            raise ConfigError("input_len", length, f"1 to {longest}, what the context holds beside the reply")
-        found.append(length)
+        if not 1 <= number <= longest:
+            raise ConfigError("input_len", number, f"1 to {longest}, what the context holds beside the reply")
+        found.append(number)
     return tuple(dict.fromkeys(found))
 
 

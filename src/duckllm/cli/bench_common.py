@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
+from duckllm.config import parse_whole
 from duckllm.errors import ConfigError
 
 
@@ -160,7 +161,10 @@ def parse_numbers(field: str, text: str) -> tuple[int, ...]:
     Raises:
         ConfigError: It is something else.
     """
-    words = parse_words(text)
-    if not all(word.isascii() and word.isdigit() and len(word) <= 9 for word in words):
-        raise ConfigError(field, text, "numbers with commas between, like 1,2,4")
-    return tuple(dict.fromkeys(int(word) for word in words))
+    numbers: dict[int, None] = {}  # each once
+    for word in parse_words(text):
+        number = parse_whole(word)
+        if number is None:
+            raise ConfigError(field, text, "numbers with commas between, like 1,2,4")
+        numbers[number] = None
+    return tuple(numbers)

@@ -28,6 +28,7 @@ from duckllm.cli.bench_common import (
 from duckllm.cli.common import Waiting
 from duckllm.cli.model_options import ModelArgument, ModelOptions, takes_model_options
 from duckllm.cli.terminal import table_console
+from duckllm.config import parse_whole
 from duckllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -230,13 +231,14 @@ def expand_settings(options: ModelOptions) -> list[Setting]:
     from duckllm.bench.grid import Setting
     from duckllm.config import StepConfig
 
-    listed = {}
+    listed: dict[str, tuple[str | None, ...]] = {}
     for name in _LISTED:
         text = getattr(options, name)
         is_addresses = name == "workers" and text is not None and ":" in text
         listed[name] = (text,) if text is None or is_addresses else parse_words(text)
         if not listed[name]:
             raise ConfigError(name, text, "a value, or several with commas between")
+    listed["workers"] = tuple(dict.fromkeys(_one_spelling(each) for each in listed["workers"]))
     if listed["workers"] == ("0",):
         replace(options, workers="0").refuse_unused()
     settings = []
@@ -272,6 +274,12 @@ def interface_to(name: str) -> LinkFacts:
         return LinkFacts(f"an unknown interface ({error.strerror or error})")
     rate = interface.mbit_per_s
     return LinkFacts(interface.name, rate / 1e3 if isinstance(rate, int) else None)
+
+
+def _one_spelling(workers: str | None) -> str | None:
+    """A number of workers as it is shown: ``"2"`` for ``"02"``; addresses as they are."""
+    number = None if workers is None else parse_whole(workers)
+    return workers if number is None else str(number)
 
 
 def _worker_speeds(setting: Setting) -> Sequence[float | None] | None:

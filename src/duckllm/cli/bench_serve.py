@@ -27,6 +27,7 @@ from duckllm.cli.bench_common import (
 from duckllm.cli.common import refuse_unused
 from duckllm.cli.terminal import table_console
 from duckllm.cluster.address import parse_address
+from duckllm.config import parse_decimal
 from duckllm.errors import ConfigError, InWords, MissingPackageError
 
 if TYPE_CHECKING:
@@ -240,11 +241,8 @@ def parse_loads(request_rate: str, burstiness: float, max_concurrency: str, *, h
         raise ConfigError("burstiness", burstiness, "a number above 0")
     rates: list[float | None] = []
     for word in parse_words(request_rate):
-        try:
-            rate = float(word)
-        except ValueError:
-            rate = math.nan
-        if not rate > 0:
+        rate = math.inf if word == "inf" else parse_decimal(word)
+        if not rate:
             raise ConfigError("request_rate", word, "requests a second, or inf; several with commas between")
         rates.append(rate)
     if not rates:

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from duckllm.cli.terminal import printable, wrapped
 from duckllm.cluster.address import parse_addresses
-from duckllm.config import LOSSLESS_FORMATS, MAX_WORKERS, SHARES, count_of, show_size
+from duckllm.config import (
+    LOSSLESS_FORMATS,
+    MAX_WORKERS,
+    SHARES,
+    count_of,
+    parse_decimal,
+    parse_whole,
+    show_size,
+)
 from duckllm.errors import HIDDEN, ConfigError, InWords, without_credentials
 
 if TYPE_CHECKING:
@@ -108,9 +116,9 @@ def parse_workers(text: str) -> int | tuple[str, ...]:
         ConfigError: ``text`` is neither, or an address is malformed or there twice.
     """
     expected = "a number of at least 0, or addresses: name:port,name:port"
-    text = text.strip()
-    if text.isascii() and text.isdigit() and len(text) <= 9:
-        return int(text)
+    number = parse_whole(text)
+    if number is not None:
+        return number
     addresses = tuple(part.strip() for part in text.split(","))
     if not all(":" in address for address in addresses):
         raise ConfigError("workers", text, expected)
@@ -146,10 +154,11 @@ def parse_shares(text: str) -> str | tuple[float, ...]:
     text = text.strip()
     if text in SHARES:
         return text
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigError("shares", text, "auto, even, or a number for each worker: 1,2,4") from error
+    found = [parse_decimal(part) for part in text.split(",")]
+    shares = tuple(each for each in found if each is not None)
+    if len(shares) < len(found):
+        raise ConfigError("shares", text, "auto, even, or a number for each worker: 1,2,4")
+    return shares
 
 
 def describe_shares(stripes: Sequence[int]) -> str:

@@ -263,9 +263,9 @@ class ModelOptions:
         Raises:
             ConfigError: One was given.
         """
-        if self.workers is None or self.workers.strip() != "0" or self.cluster not in (None, "local"):
+        if self.workers is None or parse_workers(self.workers) != 0 or self.cluster not in (None, "local"):
             return
-        names = ("wire_dtype", "shares", "share_folder", "prepare_timeout_s", "worker_timeout_s")
+        names = ("wire_dtype", "lanes", "shares", "share_folder", "prepare_timeout_s", "worker_timeout_s")
         given = {name: getattr(self, name) for name in names}
         refuse_unused(ModelOptions, given, "nothing with --workers 0, which starts none")
 

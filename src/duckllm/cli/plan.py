@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from duckllm.plan import ClusterPlan, HostPlan
 
 _GIB = 1 << 30
-_SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*(?:g|gb|gib)?", re.IGNORECASE)
-_NUMBER = re.compile(r"\d{1,6}(?:\.\d{1,3})?")
+_SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*(?:g|gb|gib)?", re.IGNORECASE | re.ASCII)
+_NUMBER = re.compile(r"\d{1,6}(?:\.\d{1,3})?", re.ASCII)
 _ISAS = ("scalar", "avx2", "avx512")
 _DEFAULT_CONTEXT = 8192
 # Options that describe nodes and host, which a file of nodes does, and which a measurement finds out.

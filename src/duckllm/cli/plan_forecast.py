@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from duckllm.cli.common import Waiting
+from duckllm.config import parse_whole
 from duckllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ def _has_weights(found: Inspection) -> bool:
 
 
 def _parse_batches(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and 1 <= int(part) <= _MOST_REQUESTS for part in parts):
+    batches = tuple(parse_whole(part) or 0 for part in text.split(","))
+    if not all(1 <= batch <= _MOST_REQUESTS for batch in batches):
         raise ConfigError("batch", text, f"numbers from 1 to {_MOST_REQUESTS}: 1,2,8")
-    return tuple(map(int, parts))
+    return batches

@@ -22,7 +22,14 @@ from duckllm.cli.bench_common import (
 )
 from duckllm.cli.model_options import InspectedModel
 from duckllm.cli.terminal import plain_title, table_console
-from duckllm.config import MAX_STEP_TOKENS, WEIGHT_FORMATS, WIRE_DTYPES, available_cores
+from duckllm.config import (
+    MAX_STEP_TOKENS,
+    WEIGHT_FORMATS,
+    WIRE_DTYPES,
+    available_cores,
+    parse_decimal,
+    parse_whole,
+)
 from duckllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -214,11 +221,8 @@ def parse_slow(text: str, num_workers: int) -> dict[int, float]:
     found: dict[int, float] = {}
     for word in parse_words(text):
         worker, _, factor = word.partition(":")
-        try:
-            number, times = int(worker), float(factor)
-        except ValueError:
-            number, times = -1, 0.0
-        if not (0 <= number < num_workers and 0.01 <= times <= 1e6):
+        number, times = parse_whole(worker), parse_decimal(factor)
+        if number is None or times is None or not (number < num_workers and 0.01 <= times <= 1e6):
             expected = f"workers from 0 to {num_workers - 1} and factors, like 5:2,7:1.5"
             raise ConfigError("slow", text, expected)
         found[number] = times
