@@ -289,7 +289,7 @@ def test_what_follows_from_the_lines() -> None:
 
 def test_tables_and_json_have_every_line() -> None:
     long = [replace(line(20, 128, 123_456.0, routing=OWN), of_fma=0.99)]
-    integers = [replace(line(4, 1, 100, "int8"), error=8.14e-3, of_fma=None)]
+    integers = [replace(line(4, 1, 100, "int8"), error=8.14e-3, of_fma=None, integer="amx_int8")]
     lines = [line(4, 1, 100), line(4, 2, 110, "fp8"), line(1, 1, 10), *integers, *long]
     run = KernelRun(KernelConfig(), 2, 1 << 28, Caches(1, 2), 500.0, lines, ["LEFT OUT: x."])
     text = io.StringIO()
@@ -301,12 +301,16 @@ def test_tables_and_json_have_every_line() -> None:
     assert "int8: the largest error against float64 is 8.1e-03 of the largest output." in shown
     assert any(row.startswith("fp9: one expert's step takes 5.6 us more than its bytes") for row in shown)
     assert "LEFT OUT: x." in shown
+    whole = " ".join(shown)
+    assert "2 threads, avx2, integers with amx_int8, of few rows with avx512_vnni, cold, commit" in whole
+    assert "A step of one expert and one row is measured beside those that are asked for" in whole
     assert "…" not in text.getvalue()
     values = json.loads(json.dumps(run_json(run)))
-    assert [each["step_us"] for each in values["lines"]] == [100.0, 110.0, 10.0, 100.0, 123456.0]
+    assert [each["step_us"] for each in values["lines"]] == [100.0, 110.0, 10.0, 100.0, 123500.0]
     assert [each["experts"] for each in values["lines"]] == [4, 4, 1, 4, 20]
     assert [each["of_fma"] for each in values["lines"]] == [0.25, 0.25, 0.25, None, 0.99]
     assert values["lines"][3]["error"] == 8.14e-3
+    assert values["integer"] == "amx_int8"
     assert values["lines"][0]["read_gb_per_s"] == 25.0
     assert values["lines"][0]["of_ceiling"] == pytest.approx(4 * 111_104 / 100e3 / 25, abs=1e-4)
     assert values["notes"] == ["LEFT OUT: x."]
@@ -343,6 +347,9 @@ def test_a_run_measures_its_cells(hot: bool) -> None:
         assert 0 < each.error < 1e-5
         assert each.of_fma == pytest.approx(each.gflop_per_s / run.fma_gflop_per_s)
     assert all(each.of_fma is None and 1e-3 < each.error < 4e-2 for each in run.lines[4:])
+    multipliers = _native.available_integer(_native.select_isa())
+    assert [each.integer for each in run.lines[:4]] == [""] * 4
+    assert all(each.integer in multipliers for each in run.lines[4:])
     assert seen[0][:2] == ("demo fp8 2x1", 0.0)
     assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
     assert seen[-1][1] < seen[-1][2]
@@ -374,18 +381,17 @@ def test_the_command_ends_with_one_json_line(tmp_path: Path) -> None:
     assert set(result) == {
         "benchmark", "commit", "date", "cpu", "cores", "kernel", "caches", "other_load_cores", "shape",
         "experts", "rows", "format", "threads", "isa", "prefill", "repeats", "hot", "full", "size",
-        "verified", "fma_gflop_per_s", "lines", "derived", "notes",
+        "verified", "fma_gflop_per_s", "lines", "derived", "notes", "integer",
     }  # fmt: skip
     assert (result["benchmark"], result["isa"], result["threads"]) == ("kernel", "scalar", 1)
-    assert result["prefill"] == "f32"
+    assert (result["prefill"], result["integer"]) == ("f32", None)
     assert [set(each) for each in result["lines"]] == [{
-        "shape", "format", "experts", "rows", "routing", "step_bytes", "error", "step_us", "least_us",
-        "most_us", "gparam_per_s", "gb_per_s", "read_gb_per_s", "units_gb_per_s", "loops_gb_per_s",
-        "of_ceiling", "fastest_of_ceiling", "gflop_per_s", "of_fma",
+        "shape", "format", "experts", "rows", "routing", "error", "step_us", "least_us",
+        "most_us", "gparam_per_s", "gb_per_s", "read_gb_per_s", "of_ceiling", "fastest_of_ceiling",
+        "gflop_per_s", "of_fma",
     }] * 2  # fmt: skip
     assert result["size"] == 4 << 20
-    for each in result["lines"]:
-        assert each["read_gb_per_s"] == max(each["units_gb_per_s"], each["loops_gb_per_s"])
+    assert all(len(json.dumps(each)) < 350 for each in result["lines"])
     assert set(result["derived"][0]) == {"shape", "format", "error", "fixed_us"}
 
 

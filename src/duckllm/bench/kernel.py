@@ -140,6 +140,7 @@ class KernelLine:
         of_fma: The share of the multiply-add peak of the same run, in f32; None of formats whose weights are
             multiplied as integers, which that peak does not bound.
         prefill: f32, or the bf16 multipliers of experts of more than 8 rows.
+        integer: The integer multipliers of formats that multiply integers; empty of others.
     """
 
     cell: Cell
@@ -157,6 +158,7 @@ class KernelLine:
     fastest_of_ceiling: float
     of_fma: float | None = None
     prefill: str = "f32"
+    integer: str = ""
 
     @property
     def read_gb_per_s(self) -> float:
@@ -344,6 +346,7 @@ def measure_cell(
         cell=cell,
         isa=step.experts.isa,
         prefill=step.experts.prefill,
+        integer="" if cell.format in LOSSLESS_FORMATS else step.experts.integer,
         error=error,
         step_s=step_s,
         least_s=min(step.seconds),

@@ -23,7 +23,8 @@ HEADINGS = (
     "format", "K", "T", "ids", "us", "Gparam/s", "GB/s", "read", "share", "best", "GFLOP/s", "FMA",
 )  # fmt: skip
 KERNEL_CAVEATS = (
-    "K: experts that a row chooses; T: rows of a step.",
+    "K: experts that a row chooses; T: rows of a step. A step of one expert and one row is measured beside "
+    "those that are asked for: what it takes beyond its bytes, every step does.",
     "read: the higher of two plain reads in turns with the kernel, of the same units by the kernel's "
     "threads and of other memory by the best loop of duckllm bench roofline; share is GB/s over it, best the "
     "same by the fastest sample of each. FMA: GFLOP/s over the f32 multiply-add peak, which bf16 can pass; "
@@ -65,6 +66,7 @@ def run_json(run: KernelRun) -> dict[str, object]:
         "threads": run.threads,
         "isa": run.lines[0].isa if run.lines else run.config.isa,
         "prefill": run.lines[0].prefill if run.lines else run.config.prefill,
+        "integer": integer_multipliers(run.lines),
         "repeats": run.config.repeats,
         "hot": run.config.hot,
         "full": run.config.full,
@@ -77,8 +79,13 @@ def run_json(run: KernelRun) -> dict[str, object]:
     }
 
 
+def integer_multipliers(lines: Sequence[KernelLine]) -> str | None:
+    """Those of the run's formats that multiply integers; None where there are none among the lines."""
+    return next((line.integer for line in lines if line.integer), None)
+
+
 def line_json(line: KernelLine) -> dict[str, object]:
-    """One line as plain values."""
+    """One line as plain values: what its row in the table shows, the range of its times, its error."""
     values = {
         "step_us": 1e6 * line.step_s,
         "least_us": 1e6 * line.least_s,
@@ -86,19 +93,14 @@ def line_json(line: KernelLine) -> dict[str, object]:
         "gparam_per_s": line.gparam_per_s,
         "gb_per_s": line.gb_per_s,
         "read_gb_per_s": line.read_gb_per_s,
-        "units_gb_per_s": line.units_gb_per_s,
-        "loops_gb_per_s": line.loops_gb_per_s,
         "of_ceiling": line.of_ceiling,
         "fastest_of_ceiling": line.fastest_of_ceiling,
         "gflop_per_s": line.gflop_per_s,
+        "of_fma": line.of_fma,
+        "error": line.error,
     }
-    return {
-        **asdict(line.cell),
-        "step_bytes": round(line.step_bytes),
-        "error": float(f"{line.error:.2e}"),
-        **{name: round(value, 4) for name, value in values.items()},
-        "of_fma": None if line.of_fma is None else round(line.of_fma, 4),
-    }
+    digits = {name: None if value is None else float(f"{value:.3e}") for name, value in values.items()}
+    return asdict(line.cell) | digits
 
 
 def print_kernels(run: KernelRun, console: Console) -> None:
@@ -106,6 +108,10 @@ def print_kernels(run: KernelRun, console: Console) -> None:
     isa = run.lines[0].isa if run.lines else run.config.isa
     if run.config.prefill == "bf16" and run.lines:
         isa += f", more than 8 rows of an expert with {run.lines[0].prefill}"
+    if integer := integer_multipliers(run.lines):
+        isa += f", integers with {integer}"
+        if integer == "amx_int8":  # which takes many rows alone
+            isa += ", of few rows with avx512_vnni"
     console.print(
         f"{cpu_name()}, {threads_in_words(run.threads)}, {isa}, {'hot' if run.config.hot else 'cold'}, "
         f"commit {commit()}. Peak of f32 multiply-adds {run.fma_gflop_per_s:.0f} GFLOP/s. "
