@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from duckllm import _native
 from duckllm.cluster.address import Address
 from duckllm.doctor.finding import Finding, Unknown
 from duckllm.doctor.machine_checks import CHECKS, HERE, check_machine, usual_gb_per_s
-from duckllm.doctor.machine_facts import MachineFacts, gather_machine
+from duckllm.doctor.machine_facts import MachineFacts, congestion_of, gather_machine
 from duckllm.doctor.token_check import check_token
 
 GIB = 1 << 30
@@ -33,6 +35,7 @@ GOOD = MachineFacts(
     swap_bytes=(0, 0),
     clock_is_kept=True,
     congestion="cubic",
+    default_congestion="cubic",
 )
 
 
@@ -64,7 +67,12 @@ def test_cards_are_found_by_their_driver_or_on_the_bus(tmp_path: Path) -> None:
 
 
 def gather(root: Path, clock: int = 0) -> MachineFacts:
-    return gather_machine(root, measure=lambda threads: 10.0 * threads, clock_state=lambda: clock)
+    return gather_machine(
+        root,
+        measure=lambda threads: 10.0 * threads,
+        clock_state=lambda: clock,
+        congestion=lambda: "cubic",
+    )
 
 
 def test_a_good_machine_has_nothing_to_change() -> None:
@@ -107,6 +115,14 @@ def test_a_good_machine_has_nothing_to_change() -> None:
             "docs/",
         ),
         ("TCP congestion control", {"congestion": "bbr"}, "warning", "bbr", "congestion_control=cubic"),
+        (
+            "TCP congestion control",
+            {"default_congestion": "bbr"},
+            "ok",
+            "cubic, which duck-llm's connections choose; the system's is bbr",
+            "",
+        ),
+        ("TCP congestion control", {"default_congestion": Unknown("no such file")}, "ok", "cubic", ""),
     ],
 )
 def test_what_is_to_be_changed(
@@ -159,7 +175,8 @@ def test_facts_are_read_from_files(tmp_path: Path) -> None:
     assert facts.memory_bytes == (2 << 20, 1 << 20)
     assert facts.swap_bytes == (512 << 10, 384 << 10)
     assert facts.reserved_pages == (7, 3)
-    assert (facts.congestion, facts.smt, facts.huge_pages) == ("reno", True, "never")
+    assert (facts.smt, facts.huge_pages) == (True, "never")
+    assert (facts.congestion, facts.default_congestion) == ("cubic", "reno")
     assert facts.governors == ("performance", "powersave/balance_power")
     assert facts.read_gb_per_s == 10.0 * facts.cores
     assert facts.clock_is_kept is True
@@ -168,11 +185,23 @@ def test_facts_are_read_from_files(tmp_path: Path) -> None:
 
 def test_without_files_facts_are_unknown_with_the_reason(tmp_path: Path) -> None:
     facts = gather(tmp_path)
-    for fact in (facts.smt, facts.memory_bytes, facts.huge_pages, facts.reserved_pages, facts.congestion):
+    unknown = (facts.smt, facts.memory_bytes, facts.huge_pages, facts.reserved_pages)
+    for fact in (*unknown, facts.default_congestion):
         assert isinstance(fact, Unknown)
         assert "No such file" in fact.reason
     assert isinstance(facts.governors, Unknown)
     assert len(check_machine(facts)) >= len(CHECKS) - 1
+
+
+def test_the_congestion_control_is_that_of_a_socket_of_ours(tmp_path: Path) -> None:
+    """Whatever the system's default is, which a file says."""
+    write(tmp_path, proc__sys__net__ipv4__tcp_congestion_control="bbr\n")
+    facts = gather_machine(tmp_path, measure=float, clock_state=int)
+    with socket.socket() as ours:
+        _native.set_connection_options(ours.fileno())
+        assert facts.congestion == congestion_of(ours)
+        assert f"TCP, {facts.congestion}" in _native.describe_connection(ours.fileno())
+    assert facts.default_congestion == "bbr"
 
 
 def test_odd_files_are_unknown(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from duckllm.cluster.address import Address, is_loopback
 from duckllm.cluster.connect import Connection, WorkerInfo
 from duckllm.cluster.survey import RoundTrip, step_message_bytes, time_round_trips
 from duckllm.doctor.finding import Unknown
+from duckllm.doctor.machine_facts import congestion_of
 from duckllm.errors import ClusterError
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ TIMEOUT_S = 5.0
 STEP_BYTES = step_message_bytes(7168, 8)
 _SAMPLES = 300
 # linux/in.h, linux/tcp.h, linux/sockios.h, which Python's socket does not name.
-_IP_MTU, _IPV6_MTU, _TCP_INFO, _TCP_CONGESTION, _SIOCGIFADDR = 14, 24, 11, 13, 0x8915
+_IP_MTU, _IPV6_MTU, _TCP_INFO, _SIOCGIFADDR = 14, 24, 11, 0x8915
 _RTO_OFFSET, _MSS_OFFSET, _INFO_BYTES = 8, 16, 20
 
 
@@ -130,9 +131,7 @@ def read_link(connection: socket.socket, root: Path = Path("/")) -> LinkFacts:
         path_mtu=_or_unknown(lambda: connection.getsockopt(level, option)),
         segment_bytes=_or_unknown(lambda: _tcp_info(connection, _MSS_OFFSET)),
         retransmit_us=_or_unknown(lambda: _tcp_info(connection, _RTO_OFFSET)),
-        congestion=_or_unknown(
-            lambda: connection.getsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, 16).rstrip(b"\0").decode()
-        ),
+        congestion=_or_unknown(lambda: congestion_of(connection)),
         options=_native.describe_connection(connection.fileno()),
         route=find_route(peer, root),
         has_rto_setting=(root / "proc/sys/net/ipv4/tcp_rto_min_us").exists(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from duckllm.doctor.finding import OK, PROBLEM, WARNING, Finding, Unknown, unknown
 from duckllm.doctor.machine_facts import MachineFacts
@@ -151,10 +152,16 @@ def check_clock(facts: MachineFacts) -> Finding:
 
 
 def check_congestion(facts: MachineFacts) -> Finding:
-    """TCP's congestion control."""
+    """TCP's congestion control of duck-llm's connections, which choose it themselves where they may."""
     if isinstance(facts.congestion, Unknown):
         return unknown(HERE, "TCP congestion control", facts.congestion)
-    return congestion_finding(HERE, facts.congestion)
+    found = congestion_finding(HERE, facts.congestion)
+    if isinstance(facts.default_congestion, Unknown) or facts.default_congestion == facts.congestion:
+        return found
+    if found.status != OK:
+        return found
+    words = f"{found.found}, which duck-llm's connections choose; the system's is {facts.default_congestion}"
+    return replace(found, found=words)
 
 
 def congestion_finding(where: str, congestion: str) -> Finding:

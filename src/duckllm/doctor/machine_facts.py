@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from duckllm.prefill import select_isa
 from duckllm.worker.read_speed import cpu_name, kept_read_speed, measure_read_speed
 
 T = TypeVar("T")
+_TCP_CONGESTION = 13  # of Linux
 # Bytes of struct timex of any architecture; what adjtimex returns while the clock is not kept right.
 _TIMEX_BYTES, _TIME_ERROR = 512, 5
 # PCI: the vendor, and how classes of displays and of accelerators for them begin.
@@ -48,7 +50,8 @@ class MachineFacts:
         governors: Clock governors of the cores, each with its preference where it has one.
         swap_bytes: Swap in all, and what of it is used.
         clock_is_kept: Whether something keeps the clock right.
-        congestion: TCP's congestion control.
+        congestion: TCP's congestion control of duck-llm's own connections.
+        default_congestion: That of connections whose program does not say.
         cards: NVIDIA's GPUs that the kernel shows, by name.
         card_problem: Why they cannot compute the host's part; empty where one can, or there is none.
     """
@@ -69,6 +72,7 @@ class MachineFacts:
     swap_bytes: tuple[int, int] | Unknown
     clock_is_kept: bool | Unknown
     congestion: str | Unknown
+    default_congestion: str | Unknown
     cards: tuple[str, ...] = ()
     card_problem: str = ""
 
@@ -79,6 +83,7 @@ def gather_machine(
     measure: Callable[[int], float] = measure_read_speed,
     clock_state: Callable[[], int] | None = None,
     find_problem: Callable[[], str] | None = None,
+    congestion: Callable[[], str] | None = None,
 ) -> MachineFacts:
     """The facts of this machine.
 
@@ -87,6 +92,7 @@ def gather_machine(
         measure: Measures what so many threads read, GB/s.
         clock_state: As adjtimex returns it; None asks the kernel.
         find_problem: Says why a card cannot compute; None asks CUDA.
+        congestion: Says what a connection of ours has; None asks the kernel, of one that leads nowhere.
     """
     cores = available_cores()
     memory = _meminfo(root)
@@ -107,10 +113,27 @@ def gather_machine(
         governors=_governors(root),
         swap_bytes=_swap(memory),
         clock_is_kept=_or_unknown(lambda: (clock_state or _ask_clock)() != _TIME_ERROR),
-        congestion=_or_unknown(lambda: _read(root, "proc/sys/net/ipv4/tcp_congestion_control")),
+        congestion=_or_unknown(congestion or _ask_congestion),
+        default_congestion=_or_unknown(lambda: _read(root, "proc/sys/net/ipv4/tcp_congestion_control")),
         cards=cards,
         card_problem=(find_problem or card_problem)() if cards else "",
     )
+
+
+def congestion_of(connection: socket.socket) -> str:
+    """The congestion control of a TCP socket.
+
+    Raises:
+        OSError: It has none.
+    """
+    return connection.getsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, 16).rstrip(b"\0").decode()
+
+
+def _ask_congestion() -> str:
+    """The congestion control that a socket has once our options are set."""
+    with socket.socket() as connection:
+        _native.set_connection_options(connection.fileno())
+        return congestion_of(connection)
 
 
 def _cards(root: Path) -> tuple[str, ...]:
