@@ -13,9 +13,9 @@ import pytest
 # ARCHITECTURE.md, section 3: imports point down this list only.
 ORDER = [
     "__main__", "cli", "server", "doctor", "simulate", "forecast", "bench", "quality", "llm",
-    "conversation", "plan", "tracing", "assembly", "engine", "models", "layers", "kernels", "moe",
-    "transport", "node_image", "worker", "cluster", "weights", "demo", "text", "outputs", "sampling_params",
-    "device", "config", "prefill", "errors",
+    "conversation", "plan", "tracing", "assembly", "assembly_experts", "engine", "models", "layers",
+    "kernels", "moe", "transport", "node_image", "worker", "cluster", "weights", "demo", "text",
+    "outputs", "sampling_params", "device", "config", "prefill", "errors",
 ]  # fmt: skip
 LEAVES = {
     "text",

@@ -34,7 +34,7 @@ from bench_experts import ExpertsHere, NoExperts, asked
 from random_model import FORMAT, RandomTensors, cut, random_layers, write_model
 
 from duckllm import LLM, SamplingParams, _native
-from duckllm.assembly import experts_of_gpu
+from duckllm.assembly_experts import experts_of_gpu
 from duckllm.bench.ceilings import read_ceiling
 from duckllm.bench.machine import commit, cpu_name
 from duckllm.config import available_cores

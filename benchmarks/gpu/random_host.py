@@ -10,7 +10,7 @@ from bench_experts import Nothing
 from random_model import RandomTensors
 
 from duckllm import _native
-from duckllm.assembly import experts_of_gpu
+from duckllm.assembly_experts import experts_of_gpu
 from duckllm.models.causal_lm import CausalLM
 from duckllm.models.registry import load_config
 from duckllm.weights.architectures import layout_of

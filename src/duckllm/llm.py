@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from duckllm.assembly import (
     CacheLimits,
-    ClusterInfo,
     asked_slices,
     begin_workers,
     build_engine,
@@ -25,6 +24,7 @@ from duckllm.assembly import (
     drafts,
     plan_memory,
 )
+from duckllm.assembly_experts import ClusterInfo
 from duckllm.cluster import check_cluster
 from duckllm.cluster.address import parse_addresses
 from duckllm.config import (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from duckllm.assembly import ClusterInfo
+from duckllm.assembly_experts import ClusterInfo
 from duckllm.bench import token_ceilings
 from duckllm.bench.grid import Cell, GridConfig, Prompts, Setting, label, parse_input_lens
 from duckllm.bench.token_ceilings import LinkFacts, StepCeiling, distinct_experts, link_facts, step_ceiling

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from duckllm.assembly import experts_of_gpu
+from duckllm.assembly_experts import experts_of_gpu
 from duckllm.layers.step import SequenceStep
 from duckllm.models.causal_lm import CausalLM, MoEBlock
 from duckllm.models.mtp import MTPLayer

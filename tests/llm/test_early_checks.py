@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import duckllm.assembly
+import duckllm.assembly_experts
 import duckllm.llm
 from duckllm import LLM
 from duckllm.device import Device
@@ -132,7 +133,7 @@ def test_vram_that_another_process_took_meanwhile_is_an_error_of_ours(
 
     monkeypatch.setattr(duckllm.assembly, "find_device", lambda _: CARD)
     monkeypatch.setattr(duckllm.assembly, "load_model", load)
-    monkeypatch.setattr(duckllm.assembly, "experts_of_gpu", lambda executor, *_: executor)
+    monkeypatch.setattr(duckllm.assembly_experts, "experts_of_gpu", lambda executor, *_: executor)
     with pytest.raises(ConfigError, match="VRAM: got too little on a card while the model was loaded"):
         LLM(demo_folder, workers=0)
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from duckllm import LLM, SamplingParams, _native
-from duckllm import assembly as assembly_module
+from duckllm import assembly_experts as assembly_module
 from duckllm.cluster import base as base_module
 from duckllm.cluster.local import LocalCluster
 from duckllm.cluster.multicast import HostMulticast, native_session

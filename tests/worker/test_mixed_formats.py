@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from duckllm import LLM, _native
-from duckllm.assembly import ClusterInfo, _with_layers
+from duckllm.assembly_experts import ClusterInfo, with_layers
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.errors import ProtocolError, WeightFormatError
 from duckllm.moe.local import LocalExperts
@@ -112,7 +112,7 @@ def test_which_layers_are_computed_in_which_format_is_said(
     mixed: Manifest, used: str, num_layers: int, words: str
 ) -> None:
     info = ClusterInfo(2, used, ("avx2", "avx2"))
-    assert _with_layers(lambda: info, mixed, num_layers) == replace(info, layer_formats=words)
+    assert with_layers(lambda: info, mixed, num_layers) == replace(info, layer_formats=words)
 
 
 @pytest.mark.parametrize(("draft", "layers"), [("on", "layers 1 and 6"), ("off", "layer 1")])

@@ -24,7 +24,7 @@ from duckllm.weights.formats import is_lossless
 
 if TYPE_CHECKING:
     from duckllm import LLM
-    from duckllm.assembly import ClusterInfo
+    from duckllm.assembly_experts import ClusterInfo
     from duckllm.models.inspection import Inspection
 
 Progress = Callable[[str, float, float], None]

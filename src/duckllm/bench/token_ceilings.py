@@ -19,7 +19,7 @@ from duckllm.models.inspection import MTP, Inspection
 from duckllm.weights.formats import is_lossless
 
 if TYPE_CHECKING:
-    from duckllm.assembly import ClusterInfo
+    from duckllm.assembly_experts import ClusterInfo
 
 # Workers that have just computed spin for a moment, and would take time from what is measured here.
 _QUIET_S = 0.02

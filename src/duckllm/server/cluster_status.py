@@ -20,7 +20,7 @@ from duckllm.server.openai_models import ServedModel
 from duckllm.server.routing import new_router
 
 if TYPE_CHECKING:
-    from duckllm.assembly import ClusterInfo
+    from duckllm.assembly_experts import ClusterInfo
     from duckllm.llm import LLM
 
 
