@@ -37,6 +37,7 @@ _SAMPLE_BYTES = 64 << 10
 _SAMPLES = 16
 _WHOLE_BYTES = 64 << 20
 MOST_NAMED = 100
+_MOST_SCALE = np.finfo(np.float32).max / np.float32(448)  # of codes up to e4m3's largest number
 
 
 def load_json(path: Path) -> dict[str, Any]:
@@ -266,7 +267,7 @@ def fp8_scales(
 
 
 def check_scales(values: F32, name: str, has_weights: Callable[[], bool]) -> None:
-    """Checks that the scales of an FP8 matrix are finite and not negative, and not all lost.
+    """Checks that the scales of an FP8 matrix are not negative and give finite weights, and are not all lost.
 
     Args:
         values: Them.
@@ -276,10 +277,10 @@ def check_scales(values: F32, name: str, has_weights: Callable[[], bool]) -> Non
     Raises:
         CheckpointError: Names the tensor, and the first that is not.
     """
-    bad = values[~(np.isfinite(values) & (values >= 0))]
+    bad = values[~((values >= 0) & (values <= _MOST_SCALE))]
     if bad.size:
         raise CheckpointError(
-            f"{name}: got a scale of {bad[0]} ({bad.size} of {values.size} negative or not finite), "
-            "expected finite scales of at least 0"
+            f"{name}: got a scale of {bad[0]:.6g} ({bad.size} of {values.size} are out of range), "
+            f"expected scales from 0 to {_MOST_SCALE:.2g}, with which weights are finite"
         )
     check_not_lost(values, name, has_weights)
