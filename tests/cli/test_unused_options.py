@@ -48,6 +48,8 @@ UNUSED = [
     ("bench kernel --linear --hot", "hot: got True", "nothing beside --linear"),
     ("bench kernel --linear --shape demo", "shape: got 'demo'", "nothing beside --linear"),
     ("bench kernel --rows 1 --full", "full: got True", "nothing beside --rows"),
+    ("bench serve --seed 3", "seed: got 3", "nothing without --random-range-ratio or a --request-rate"),
+    ("node-image build OUT --packages FILLED --mirror http://m", "mirror: got 'http://m'", "nothing with "),
     ("bench serve --burstiness 2", "burstiness: got 2.0", "nothing without a --request-rate"),
     (
         "bench serve --dataset-path t --random-input-len 9",
@@ -64,7 +66,7 @@ def test_what_would_change_nothing_is_refused(
 ) -> None:
     out, token = tmp_path / "out", tmp_path / "token"
     token.write_text("secret")
-    places = {"OUT": out, "T": token, "FLOCK": FLOCK}
+    places = {"OUT": out, "T": token, "FLOCK": FLOCK, "FILLED": tmp_path}
     words = [str(places.get(word, word)) for word in command.split()]
     found = CliRunner().invoke(app, words).exception
     assert isinstance(found, ConfigError)

@@ -97,9 +97,10 @@ def test_the_time_of_files_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert epoch_from_environment() == 1767225600
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "12")
     assert epoch_from_environment() == 12
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "today")
-    with pytest.raises(ConfigError, match="SOURCE_DATE_EPOCH"):
-        epoch_from_environment()
+    for wrong in ("today", "\uff11\uff12", "9" * 5000):
+        monkeypatch.setenv("SOURCE_DATE_EPOCH", wrong)
+        with pytest.raises(ConfigError, match="SOURCE_DATE_EPOCH"):
+            epoch_from_environment()
 
 
 def make_tree(root: Path, names: list[str], mode: int) -> None:

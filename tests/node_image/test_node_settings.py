@@ -88,7 +88,13 @@ def test_the_file_that_ships_with_images_sets_nothing_and_names_every_field() ->
 
 @pytest.mark.parametrize(
     ("line", "named"),
-    [("duck.tokn=x", "duck.tokn"), ("duck.port=many", "duck.port"), ("duck.port=-1", "duck.port")],
+    [
+        ("duck.tokn=x", "duck.tokn"),
+        ("duck.port=many", "duck.port"),
+        ("duck.port=-1", "duck.port"),
+        ("duck.port=\uff17\uff14", "duck.port"),
+        ("duck.threads=" + "9" * 5000, "duck.threads"),
+    ],
 )
 def test_mistakes_on_the_command_line(line: str, named: str) -> None:
     with pytest.raises(ConfigError) as error:

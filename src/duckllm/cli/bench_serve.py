@@ -147,6 +147,9 @@ def serve(
         if dataset_path is not None:
             what = "nothing with a trace's requests, unless a --request-rate draws their arrivals"
             refuse_unused(serve, {"seed": seed}, what)
+        elif not random_range_ratio:
+            what = "nothing without --random-range-ratio or a --request-rate below inf"
+            refuse_unused(serve, {"seed": seed}, what)
     lengths = (random_input_len, random_output_len, random_range_ratio)
     wanted, loads = _wanted(dataset_path, num_prompts, lengths, seed, loads)
     if html is not None:

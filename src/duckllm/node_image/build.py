@@ -79,7 +79,7 @@ def epoch_from_environment() -> int:
         ConfigError: It is no number of seconds.
     """
     text = os.environ.get("SOURCE_DATE_EPOCH", "1767225600")
-    if not text.isdecimal() or int(text) >= 2**32:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 10) or int(text) >= 2**32:
         raise ConfigError("SOURCE_DATE_EPOCH", text, "seconds since 1970")
     return int(text)
 
@@ -99,6 +99,10 @@ def build(out: Path, options: BuildOptions, tell: Callable[[str], None]) -> dict
         BuildError: A program failed; says which, and its last line.
         ConfigError: A program is not there, this Python is no Debian release's, or ``config`` is wrong.
     """
+    is_filled = options.packages is not None and _is_filled(options.packages)
+    if options.mirror and is_filled:
+        expected = f"nothing with {options.packages}, whose packages are taken as they are"
+        raise ConfigError("mirror", options.mirror, expected)
     check_programs()
     suite = suite_for(this_python())
     config = _check_config(options.config)
@@ -106,7 +110,7 @@ def build(out: Path, options: BuildOptions, tell: Callable[[str], None]) -> dict
     with ended_in_order(), tempfile.TemporaryDirectory(prefix="duckllm-image-") as name:
         work = Path(name)
         debian = work / "debian" if options.packages is None else options.packages
-        if not debian.exists() or not any(debian.iterdir()):
+        if not is_filled:
             tell(f"packages of Debian {suite}")
             extract_packages(debian, suite, options.mirror)
         if len(list((debian / "boot").glob("vmlinuz-*"))) != 1:  # of a build that was interrupted
@@ -135,6 +139,10 @@ def build(out: Path, options: BuildOptions, tell: Callable[[str], None]) -> dict
         for path in (ready / KERNEL, ready / INITRD, ready / USB, ready / FACTS):
             shutil.move(path, out / path.name)
     return facts
+
+
+def _is_filled(folder: Path) -> bool:
+    return folder.exists() and any(folder.iterdir())
 
 
 def extract_packages(debian: Path, suite: str, mirror: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from duckllm.cluster.token import MAX_TOKEN_BYTES
-from duckllm.config import MAX_THREADS, is_utf8, parse_size
+from duckllm.config import MAX_THREADS, is_utf8, parse_size, parse_whole
 from duckllm.errors import ConfigError, InWords
 
 PREFIX = "duck."
@@ -147,9 +147,10 @@ def read_command_line(text: str) -> dict[str, Any]:
             found[_known(name.removeprefix(PREFIX), name)] = _unquoted(value)
     for name, value in found.items():
         if _KINDS[name] is int:
-            if not value.isdecimal():
+            number = parse_whole(value)
+            if number is None:
                 raise ConfigError(PREFIX + name, value, "a whole number")
-            found[name] = int(value)
+            found[name] = number
     return found
 
 
