@@ -46,7 +46,7 @@ Examples:
 
 def serve(
     base_url: Annotated[
-        str, typer.Option(help="The server, without /v1; no report has a password that is in it.")
+        str, typer.Option(help="The server, without /v1; no report or message has a password that is in it.")
     ] = "http://127.0.0.1:8000",
     backend: Annotated[
         str, typer.Option(help="What is asked: openai (/v1/completions) or openai-chat.")
