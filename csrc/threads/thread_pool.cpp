@@ -1,17 +1,15 @@
 // ThreadPool: see thread_pool.h for the phases.
 #include "threads/thread_pool.h"
 
-#include <pthread.h>
-
 #include <atomic>
 #include <exception>
-#include <new>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "threads/fork_mark.h"
 #include "threads/on_core.h"
 #include "threads/wait_word.h"
 
@@ -31,14 +29,6 @@ struct BarrierBroken {};
 
 bool is_active(uint32_t phase) { return phase % 2 == 1; }
 
-std::atomic<uint32_t> num_forks{0};  // that lead to this process
-
-uint32_t count_forks() {
-  static const int failed = pthread_atfork(nullptr, nullptr, [] { num_forks.fetch_add(1); });
-  if (failed) throw std::bad_alloc();
-  return num_forks.load();
-}
-
 }  // namespace
 
 struct ThreadPool::Impl {
@@ -46,7 +36,7 @@ struct ThreadPool::Impl {
 
   const int num_threads;
   const int spin_us;
-  const uint32_t forks_before = count_forks();
+  const ForkMark made;
   std::vector<std::exception_ptr> errors;  // by thread; written in an active phase, read in the idle one
   std::vector<std::thread> threads;
   const std::function<void(int)>* work = nullptr;
@@ -89,7 +79,7 @@ struct ThreadPool::Impl {
     phase.add(1);
   }
 
-  bool has_lost_threads() const { return !threads.empty() && num_forks.load() != forks_before; }
+  bool has_lost_threads() const { return !threads.empty() && made.is_forked(); }
 
   void stop() {
     stopping = true;

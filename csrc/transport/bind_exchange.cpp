@@ -1,7 +1,6 @@
 // The exchange with a GPU for Python: pinned memory as arrays, programs, and who serves them.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -9,13 +8,13 @@
 #include <nanobind/stl/vector.h>
 
 #include <memory>
-#include <optional>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "kernels/arrays.h"
+#include "threads/fork_mark.h"
 #include "transport/exchange.h"
 #include "transport/py_transport.h"
 
@@ -91,6 +90,14 @@ struct PyProgram {
   Exchange::Program steps;
 };
 
+// Its thread is not there in a process that was forked since: nobody could be waited for.
+struct EndUnlessForked {
+  ForkMark made;
+  void operator()(Exchange* exchange) const {
+    if (!made.is_forked()) delete exchange;
+  }
+};
+
 class PyExchange {
  public:
   PyExchange(Matrix<int32_t> control, std::vector<LaneArrays> lanes, std::shared_ptr<LaneServer> server,
@@ -113,8 +120,8 @@ class PyExchange {
                           as_u32("top_k", static_cast<int64_t>(top_k)), x.data(), topk_ids.data(),
                           topk_weights.data(), y.data()});
     }
-    exchange_.emplace(reinterpret_cast<uint32_t*>(control_.data()), std::move(memories), config,
-                      std::move(server));
+    exchange_.reset(new Exchange(reinterpret_cast<uint32_t*>(control_.data()), std::move(memories), config,
+                                 std::move(server)));
   }
 
   void start(const PyProgram& program, const std::vector<uint32_t>& num_tokens) {
@@ -137,7 +144,7 @@ class PyExchange {
  private:
   Matrix<int32_t> control_;
   std::vector<LaneArrays> lanes_;
-  std::optional<Exchange> exchange_;  // behind the arrays, so that it ends before them
+  std::unique_ptr<Exchange, EndUnlessForked> exchange_;  // behind the arrays, so that it ends before them
 };
 
 }  // namespace

@@ -62,7 +62,16 @@ Transport::Transport(std::vector<Peer> peers, const TransportConfig& config,
   }
 }
 
-Transport::~Transport() { close(); }
+Transport::~Transport() {
+  if (!made_.is_forked()) {
+    close();
+    return;
+  }
+  // The connections are still the other process's, and so may the mutex be.
+  for (auto& link : links_) {
+    if (link->fd >= 0) ::close(link->fd);
+  }
+}
 
 void Transport::connect(Link& link, Peer peer) {
   link.fd = peer.fd;

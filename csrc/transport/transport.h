@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "kernels/experts.h"
+#include "threads/fork_mark.h"
 #include "transport/host_time.h"
 #include "transport/multicast_sender.h"
 #include "transport/step_times.h"
@@ -77,7 +78,8 @@ class Transport {
     std::vector<uint8_t> is_reached;  // whether requests still go to it so
   };
 
-  // Takes the sockets over (one a worker, in worker order) and closes them in the end.
+  // Takes the sockets over (one a worker, in worker order) and closes them in the end; workers hear of it, but
+  // for the end in a process that was forked meanwhile.
   Transport(std::vector<Peer> peers, const TransportConfig& config,
             std::unique_ptr<MulticastSender> multicast = nullptr);
   ~Transport();
@@ -193,6 +195,7 @@ class Transport {
   void check_open() const;
   void close_sockets();
 
+  const ForkMark made_;
   mutable std::mutex mutex_;  // one call at a time
   const TransportConfig config_;
   std::vector<std::unique_ptr<Link>> links_;

@@ -274,8 +274,12 @@ class LLM:
     def attend_workers(self) -> None:
         """Notices workers that have gone while nothing was computed, and brings back who is soon there.
 
+        Raises:
+            RequestError: This LLM is closed, or another process's.
+
         Threading: the thread of the steps, between two of them.
         """
+        self._check_open()
         self._experts.attend()
         if self._trace is not None:
             self._trace.flush()

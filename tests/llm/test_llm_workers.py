@@ -18,7 +18,7 @@ from duckllm import LLM, SamplingParams
 from duckllm.cluster import local
 from duckllm.cluster.local import LocalCluster
 from duckllm.config import ClusterConfig, available_cores
-from duckllm.errors import ConfigError, WorkerLostError, WorkerUnavailableError
+from duckllm.errors import ConfigError, RequestError, WorkerLostError, WorkerUnavailableError
 from duckllm.weights.manifest import Manifest
 
 PRIME = [{"role": "user", "content": "Is 1001 prime?"}]
@@ -199,6 +199,34 @@ def test_more_workers_than_stripes_start_no_process(
         LLM(demo_folder, workers=1000, max_model_len=64)
 
 
+def test_a_forked_child_that_ends_leaves_its_parents_workers(demo_folder: Path) -> None:
+    """However it lets go of the LLM: by its exit, or before; with threads that did not go along."""
+    code = (
+        "import gc, os, sys; from duckllm import LLM, SamplingParams\n"
+        "for workers in (1, 0):\n"
+        "    threads = dict(threads_per_worker=2, host_threads=2)\n"
+        "    llm = LLM(sys.argv[1], workers=workers, max_model_len=128, **threads)\n"
+        "    params = SamplingParams(temperature=0, max_tokens=4)\n"
+        "    expected = llm.generate('What?', params)[0].outputs[0].token_ids\n"
+        "    for frees in (False, True):\n"
+        "        child = os.fork()\n"
+        "        if child == 0:\n"
+        "            if frees:\n"
+        "                del llm\n"
+        "                gc.collect()\n"
+        "            sys.exit(0)\n"
+        "        assert os.waitpid(child, 0)[1] == 0\n"
+        "        assert llm.generate('What?', params)[0].outputs[0].token_ids == expected\n"
+        "    print(llm.worker_times().num_losses)\n"
+        "    llm.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(demo_folder)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["(0,)", "()"]
+
+
 def test_a_forked_child_neither_uses_nor_closes_its_parents_session(demo_folder: Path) -> None:
     code = (
         "import os, sys; from duckllm import LLM; from duckllm.errors import RequestError\n"
@@ -225,3 +253,11 @@ def test_a_forked_child_neither_uses_nor_closes_its_parents_session(demo_folder:
         "expected one there: make an LLM in each process",
         refused,
     )
+
+
+def test_a_closed_llm_looks_for_no_lost_workers(demo_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    llm = LLM(demo_folder, workers=1, max_model_len=64)
+    llm.close()
+    with pytest.raises(RequestError, match="this LLM is closed, expected one that is open"):
+        llm.attend_workers()
+    assert caplog.text == ""
