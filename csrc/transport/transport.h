@@ -78,8 +78,8 @@ class Transport {
     std::vector<uint8_t> is_reached;  // whether requests still go to it so
   };
 
-  // Takes the sockets over (one a worker, in worker order) and closes them in the end; workers hear of it, but
-  // for the end in a process that was forked meanwhile.
+  // Takes the sockets over (one a worker, in worker order) and closes them in the end; workers hear of it,
+  // but for the end in a process that was forked meanwhile.
   Transport(std::vector<Peer> peers, const TransportConfig& config,
             std::unique_ptr<MulticastSender> multicast = nullptr);
   ~Transport();
