@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from duckllm.errors import (
@@ -63,3 +65,10 @@ def test_a_password_is_left_out_before_a_long_value_is_cut() -> None:
         assert "http://***@h" in shown
         assert "sesame" not in shown
         assert len(shown) <= 240
+
+
+def test_a_path_is_shown_as_its_text() -> None:
+    assert show_value(Path("/tmp/x")) == "'/tmp/x'"
+    assert str(ConfigError("cache_dir", Path("/tmp/x"), "a folder")) == (
+        "cache_dir: got '/tmp/x', expected a folder"
+    )

@@ -62,8 +62,8 @@ class Conversation:
         >>> conversation = llm.conversation(system="Be brief.")
         >>> for output in conversation.stream("What is a duck?"):
         ...     print(output.text, end="", flush=True)
-        >>> conversation.save("duck.json")
-        >>> conversation = Conversation.load("duck.json", llm)
+        >>> conversation.save("ducks.conversation.json")
+        >>> conversation = Conversation.load("ducks.conversation.json", llm)
     """
 
     def __init__(self, model: Speaker, system: str | None = None, *, keep_thinking: bool = True) -> None:

@@ -60,7 +60,7 @@ def show_value(got: object) -> str:
     if isinstance(got, InWords):
         return without_credentials(got, HIDDEN)
     try:
-        text = repr(got).replace("\n", " ")
+        text = repr(os.fspath(got) if isinstance(got, os.PathLike) else got).replace("\n", " ")
     except ValueError:  # Python writes no whole number of more than some thousand digits
         text = "a value of too many digits"
     except RecursionError:

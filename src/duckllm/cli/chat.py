@@ -244,7 +244,9 @@ def _check_sampling(overrides: dict[str, Any]) -> None:
 
 def _load(model: str | None, options: dict[str, Any], max_model_len: int | None) -> LLM:
     folder = usable_folder(model, options.get("weight_format", "auto"))
-    with Waiting(f"Loading {model or 'the demo model'}"):
+    looks = str(options.get("cluster")).startswith("discover")
+    doing = "Looking for nodes, then loading" if looks else "Loading"
+    with Waiting(f"{doing} {model or 'the demo model'}"):
         from duckllm import LLM
 
         return LLM(folder, max_model_len=max_model_len, **options)

@@ -114,7 +114,9 @@ def serve(
         on_progress.append(progress.report)
         progress.stage = "finding the model"
         folder = usable_folder(model, options.get("weight_format", "auto"))
-        progress.stage, progress.share = "starting workers and reading weights", None
+        looks = str(options.get("cluster")).startswith("discover")
+        progress.stage = f"{'looking for nodes' if looks else 'starting workers'} and reading weights"
+        progress.share = None
         from duckllm import LLM
 
         return LLM(folder, max_model_len=model_options.max_model_len, max_num_seqs=max_num_seqs, **options)

@@ -135,7 +135,7 @@ class Flock:
         except WorkerLostError as error:
             self._idle_pause_s = min(2 * self._idle_pause_s + 1, _LONGEST_IDLE_PAUSE_S)
             self._idle_until = time.monotonic() + self._idle_pause_s
-            _log.warning("%s; it is tried again", error)
+            _log.warning("%s; it is looked for again in %g s", error, self._idle_pause_s)
 
     def _note_lost(self, workers: Sequence[int]) -> list[int]:
         """Counts a loss of each worker that was not known to be lost; who these are."""
