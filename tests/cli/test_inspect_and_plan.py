@@ -139,7 +139,7 @@ def test_plan_asks_running_workers(demo_folder: Path, tmp_path: Path) -> None:
     assert [row["node"] for row in planned["workers"]] == [node.name for node in flock.nodes]
     assert "forecast" in planned
     rows = facts["workers"]
-    assert [(row["stripes"], row["read_gb_per_s"]) for row in rows] == [(2, 12.5), (6, 37.5)]
+    assert [(row["stripes"], row["read_gb_per_s"]) for row in rows] == [(2, 6.25), (6, 18.75)]
     assert [row["node"] for row in rows] == [str(first.address), str(second.address)]
     assert rows[1]["isa"] == "scalar"
     assert [row["keeps_weights"] for row in rows] == [True, False]

@@ -13,10 +13,10 @@ import pytest
 from duckllm import LLM, _native
 from duckllm.assembly import place_experts
 from duckllm.cluster import open_cluster
-from duckllm.cluster.connect import WorkerInfo
+from duckllm.cluster.connect import THIS_MACHINE, WorkerInfo
 from duckllm.config import ClusterConfig
 from duckllm.errors import ConfigError, PlacementError
-from duckllm.moe.fit import words_on_repeats
+from duckllm.moe.fit import nodes_of, words_on_repeats
 from duckllm.moe.placement import plan_workers
 from duckllm.sampling_params import SamplingParams
 from duckllm.weights.formats import LayerFormat
@@ -67,6 +67,7 @@ def test_steps_of_uneven_workers_are_those_of_their_slices(tmp_path: Path, wide:
         with open_transport(cluster.connect(plans)) as transport:
             got = transport.wait(transport.submit(step.layer, step.x, step.topk_ids, step.topk_weights))
         assert [info.read_gb_per_s for info in cluster.workers] == [float(speed) for speed in speeds]
+        assert {info.machine for info in cluster.workers} == {THIS_MACHINE}
     np.testing.assert_array_equal(got, expected_sum(wide, plans, step))
 
 
@@ -126,6 +127,12 @@ def test_memory_bounds_shares_and_what_fits_nowhere_is_refused(wide: Manifest) -
     # Two workers of one machine have its memory once.
     neighbours = [worker_info("a:1", 10, 2 * six), worker_info("a:2", 10, 2 * six), slow]
     assert stripes(wide, neighbours) == [6, 6, 17]
+    # So have two at addresses of one machine: both of this one, or both by the same connection's end.
+    for reached_at in (THIS_MACHINE, "10.0.0.7"):
+        elsewhere = [replace(each, reached_at=reached_at) for each in neighbours[:2]]
+        elsewhere[1] = replace(elsewhere[1], address="c:1")
+        assert stripes(wide, [*elsewhere, slow]) == [6, 6, 17]
+        assert [node.gb_per_s for node in nodes_of([*elsewhere, slow])] == [5, 5, 10]
     with pytest.raises(PlacementError) as caught:
         stripes(wide, [fast, replace(slow, available_bytes=ten)])
     assert "all nodes together hold 16 of 29 stripes" in str(caught.value)

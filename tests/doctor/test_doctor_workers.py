@@ -16,9 +16,10 @@ import duckllm
 from duckllm import _native
 from duckllm._native import FrameType
 from duckllm.cli.main import app
-from duckllm.cluster.connect import WorkerInfo
+from duckllm.cluster.connect import THIS_MACHINE, WorkerInfo
 from duckllm.cluster.survey import RoundTrip
 from duckllm.doctor import examine as examine_module
+from duckllm.doctor.examine import said_here
 from duckllm.doctor.finding import Finding, Unknown
 from duckllm.doctor.link_checks import check_flock, check_worker
 from duckllm.doctor.link_facts import (
@@ -183,15 +184,25 @@ def test_a_worker_that_does_not_answer(
 
 
 def test_a_flock_of_two_kinds() -> None:
-    other = replace(FACTS, info=replace(INFO, isa="avx512+amx_bf16", read_gb_per_s=70.0))
+    info = replace(INFO, address="10.0.0.2:7411")
+    other = replace(FACTS, info=replace(info, isa="avx512+amx_bf16", read_gb_per_s=70.0))
     isas, speeds = check_flock([FACTS, other])
     assert isas.status == "warning"
     assert "avx2 and avx512, which round differently" in isas.found
     assert speeds.found == "33.0 to 70.0 GB/s, 103.0 together; shares auto follow them"
-    isas, speeds = check_flock([FACTS, replace(other, info=replace(INFO, read_gb_per_s=34.0))])
+    isas, speeds = check_flock([FACTS, replace(other, info=replace(info, read_gb_per_s=34.0))])
     assert (isas.status, isas.found) == ("ok", "avx2")
     assert speeds.found.endswith("shares auto are even")
     assert check_flock([FACTS, WorkerFacts("b:1", ClusterError("x"))]) == []
+    _, speeds = check_flock([FACTS, replace(other, info=replace(INFO, read_gb_per_s=35.0))])
+    assert speeds.found.startswith("16.5 to 17.5 GB/s, 34.0 together")
+    assert speeds.found.endswith("workers on one machine divide its speed")
+
+
+def test_workers_here_are_those_whose_speed_this_machine_has() -> None:
+    here = replace(INFO, reached_at=THIS_MACHINE, threads=2)
+    silent = replace(here, read_gb_per_s=None)
+    assert said_here([INFO, here, silent, replace(INFO, reached_at="10.0.0.1")]) == ((33.0, 2),)
 
 
 def test_interfaces_and_routes(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from duckllm import _native
-from duckllm.config import available_cores
+from duckllm.config import available_cores, total_memory_bytes
 from duckllm.forecast.load import AttentionLoad, ModelLoad
 from duckllm.forecast.measure import MANY, SHORT_CONTEXT, Decode, KernelProbe, Probes, decode, quantile
+from duckllm.forecast.report import nodes_for
 
 LOAD = ModelLoad(
     hidden_size=1000,
@@ -90,6 +91,9 @@ def test_what_was_put_into_times_comes_out_of_them() -> None:
     assert found.worker_us == pytest.approx(2 * 40 / 2 / 2)
     flock = probes.flock(3)
     assert [node.read_gb_per_s for node in flock.nodes] == [10.0] * 3
+    # One machine's speed and memory are there once, the memory for the host, too.
+    assert [node.gb_per_s for node in nodes_for(flock)] == pytest.approx([6.0] * 3)
+    assert 4 * flock.nodes[0].memory_gib == pytest.approx(total_memory_bytes() / (1 << 30))
     assert flock.machines["here"].read_gb_per_s == 18.0
     assert MANY == 8
     assert probes.flock(1, 0.0).host.read_gb_per_s == 11.0  # the fastest

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from duckllm._native import select_isa
 from duckllm.bench.token_ceilings import LinkFacts
 from duckllm.cli import plan_nodes
-from duckllm.cluster.connect import WorkerInfo
+from duckllm.cluster.connect import THIS_MACHINE, WorkerInfo
 from duckllm.cluster.survey import RoundTrip
 from duckllm.config import available_cores, total_memory_bytes
 from duckllm.device import CPU, Device
@@ -164,6 +164,8 @@ def test_a_computer_without_kernels_is_refused_with_the_reason() -> None:
 def worker(address: str, **said: object) -> tuple[WorkerInfo, RoundTrip]:
     values = {"isa": "avx2", "build": "", "threads": 4, "pid": 1, "memory_bytes": 16 * GIB}
     values |= {"read_gb_per_s": 30.004}
+    if address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]"):
+        values["reached_at"] = THIS_MACHINE
     return WorkerInfo(address, **(values | said)), RoundTrip(64, (80.0, 91.234, 120.0))  # type: ignore[arg-type]
 
 

@@ -151,10 +151,11 @@ class Forecasting:
             small = {each: stack.enter_context(LLM(workers=each, **options)) for each in (1, 3)}
             context = min(LONG_CONTEXT, found.max_position_embeddings // 2)
             probes = Probes(load, llm, (weight_format,), small, long_context=context)
-            here, self._coefficients = measured(probes, _ROUNDS)
+            _, self._coefficients = measured(probes, _ROUNDS)
         if self.flock is None:
-            nodes = (replace(here.nodes[0], name=f"{here.nodes[0].name} {each + 1}") for each in range(count))
-            self.flock = replace(here, nodes=tuple(nodes))
+            here = probes.flock(count)
+            nodes = (replace(each, name=f"{each.name} {number}") for number, each in enumerate(here.nodes, 1))
+            self.flock = here.with_nodes(tuple(nodes))
 
     def _load(self, found: Inspection, *, on_card: bool) -> ModelLoad:
         from duckllm.forecast.load import model_load

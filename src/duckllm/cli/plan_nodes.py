@@ -93,16 +93,17 @@ def nodes_text(
     """The file's text, and the fields that it lacks; arguments as of :func:`write_nodes`."""
     from duckllm import _native
     from duckllm.cluster.address import parse_address
+    from duckllm.cluster.connect import THIS_MACHINE
     from duckllm.forecast.flock import ISAS
     from duckllm.forecast.write_flock import WrittenComputer, flock_text, shortened
 
     places = [parse_address(info.address).name for info, _ in asked]
     links = {place: link_of(place) for place in dict.fromkeys(places)}
-    on = {
-        place: _HERE if link.words == "loopback" else _machine_name(place, number)
-        for number, (place, link) in enumerate(links.items())
-    }
-    shared = Counter(on[place] for place in places)
+    named: dict[str, str] = {THIS_MACHINE: _HERE}
+    for number, ((info, _), place) in enumerate(zip(asked, places, strict=True)):
+        named.setdefault(info.machine, _machine_name(place, number))
+    on = [named[info.machine] for info, _ in asked]
+    shared = Counter(on)
     if _HERE in shared:
         shared[_HERE] += 1  # the host itself
     called = [_name(names.get(info.address) or info.name, info.address) for info, _ in asked]
@@ -112,8 +113,7 @@ def nodes_text(
     gflop_of_core = _gflop_of_core(sorted(isas))
     read_here = this_machine_gb_per_s()
     nodes = []
-    for (info, trip), place, name in zip(asked, places, called, strict=True):
-        machine = on[place]
+    for (info, trip), place, name, machine in zip(asked, places, called, on, strict=True):
         rate = links[place].gbit_per_s
         gflop = info.threads * gflop_of_core.get(_isa(info), gflop_of_core[isa_here])
         notes = {
@@ -146,9 +146,7 @@ def nodes_text(
     machines = {
         machine: WrittenComputer({"cores": available_cores(), "read_gb_per_s": read_here})
         if machine == _HERE
-        else _shared_machine(
-            [info for (info, _), place in zip(asked, places, strict=True) if on[place] == machine]
-        )
+        else _shared_machine([info for (info, _), place in zip(asked, on, strict=True) if place == machine])
         for machine, programs in shared.items()
         if programs > 1
     }

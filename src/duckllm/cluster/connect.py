@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import duckllm
 from duckllm import _native
 from duckllm._native import FrameType
-from duckllm.cluster.address import Address, is_loopback
+from duckllm.cluster.address import Address, is_loopback, parse_address
 from duckllm.cluster.auth import authenticate_host
 from duckllm.cluster.fetch import wait_all_ready
 from duckllm.cluster.frames import ControlChannel, PeerClosedError, safe_text
@@ -28,6 +28,7 @@ from duckllm.config import WEIGHT_FORMATS
 from duckllm.errors import AuthenticationError, ProtocolError, WorkerUnavailableError, show_value
 
 T = TypeVar("T")
+THIS_MACHINE = "this machine"  # no address is called so
 PeerEnd = tuple[int, Any]  # address family and the system's own form of the address
 MAX_UNIX_TIME_S, MAX_GB_PER_S = 1e11, 1e6
 _log = logging.getLogger("duckllm")
@@ -58,6 +59,8 @@ class WorkerInfo:
         weight_bytes: Its slice in that format; 0 before it is prepared.
         own_memory_bytes: Of them, how many lie in memory of its own; the others are mapped from files.
         huge_page_bytes: Of these, how many in huge pages.
+        reached_at: Its machine as the connection knows it: the IP address, or :data:`THIS_MACHINE` where that
+            is an address of the host's own.
     """
 
     address: str
@@ -79,6 +82,12 @@ class WorkerInfo:
     weight_bytes: int = 0
     own_memory_bytes: int = 0
     huge_page_bytes: int = 0
+    reached_at: str = ""
+
+    @property
+    def machine(self) -> str:
+        """What workers of one machine have in common: its IP address, or that it is the host's own."""
+        return self.reached_at or parse_address(self.address).end[0]
 
 
 class Connection:
@@ -254,7 +263,12 @@ class Connection:
             name="" if answer.get("node_name") is None else _text(answer, "node_name", peer),
             keeps_weights=answer.get("keeps_weights") is not False,
             is_busy=answer.get("is_busy") is True,
+            reached_at=self._machine(),
         )
+
+    def _machine(self) -> str:
+        peer = str(self.peer_end[1][0])
+        return THIS_MACHINE if is_loopback(peer) or peer == self.local_address else peer
 
     def _guarded(self, action: Callable[[float], T], timeout_s: float) -> T:
         """Runs one exchange under its deadline; sockets' own errors become typed ones."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from duckllm.cluster.address import Address
+from duckllm.cluster.connect import THIS_MACHINE, WorkerInfo
 from duckllm.doctor.finding import Finding
 from duckllm.doctor.link_checks import check_flock, check_worker
 from duckllm.doctor.link_facts import gather_worker
@@ -28,12 +30,23 @@ def examine(
         waiting: Shows what is going on, where it takes longer.
     """
     with waiting("Measuring this machine"):
-        findings = check_machine(gather_machine())
+        machine = gather_machine()
     finding, token = check_token(token_file, addresses)
-    findings.append(finding)
     workers = []
     for number, address in enumerate(addresses):
         with waiting(f"Asking worker {address}, {number + 1} of {len(addresses)}"):
             workers.append(gather_worker(address, token))
-        findings += check_worker(workers[-1])
+    said = said_here([worker.info for worker in workers if worker.info is not None])
+    findings = [*check_machine(replace(machine, said_gb_per_s=said)), finding]
+    for worker in workers:
+        findings += check_worker(worker)
     return findings + check_flock(workers)
+
+
+def said_here(workers: Sequence[WorkerInfo]) -> tuple[tuple[float, int], ...]:
+    """What those of this machine say that they read, GB/s, and by how many threads."""
+    return tuple(
+        (info.read_gb_per_s, info.threads)
+        for info in workers
+        if info.machine == THIS_MACHINE and info.read_gb_per_s is not None
+    )

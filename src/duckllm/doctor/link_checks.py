@@ -11,7 +11,7 @@ from duckllm.doctor.finding import OK, PROBLEM, WARNING, Finding, Unknown, unkno
 from duckllm.doctor.link_facts import STEP_BYTES, LinkFacts, WorkerFacts
 from duckllm.doctor.machine_checks import congestion_finding
 from duckllm.errors import AuthenticationError, ProtocolError, ProtocolVersionError
-from duckllm.moe.fit import SPEED_NOISE, words_on_repeats
+from duckllm.moe.fit import SPEED_NOISE, nodes_of, words_on_repeats
 
 ALL_WORKERS = "all workers"
 _GIB = 1 << 30
@@ -242,10 +242,12 @@ def check_flock(workers: Sequence[WorkerFacts]) -> list[Finding]:
         findings.append(Finding(ALL_WORKERS, "instruction sets", WARNING, repeats, advice))
     else:
         findings.append(Finding(ALL_WORKERS, "instruction sets", OK, infos[0].isa))
-    speeds = [info.read_gb_per_s for info in infos if info.read_gb_per_s]
+    speeds = [node.gb_per_s for node in nodes_of(infos) if node.gb_per_s]
     if len(speeds) == len(infos):
         found = f"{min(speeds):.1f} to {max(speeds):.1f} GB/s, {sum(speeds):.1f} together"
         apart = max(speeds) > SPEED_NOISE * min(speeds)
         found += "; shares auto follow them" if apart else "; shares auto are even"
+        if len({info.machine for info in infos}) < len(infos):
+            found += "; workers on one machine divide its speed"
         findings.append(Finding(ALL_WORKERS, "speeds", OK, found))
     return findings

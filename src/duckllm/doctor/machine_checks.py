@@ -15,6 +15,7 @@ _USUAL_GB_PER_S = {1: 14.0, 2: 28.0, 4: 35.0}
 _USUAL_OF_MANY_GB_PER_S = 8.0
 # A figure that is kept and one of now that differ by more are not of the same state of the machine.
 _KEPT_DIFFERENCE = 1.25
+_FEW_SPEEDS = 2
 _SLOW_PREFERENCES = ("power", "balance_power")
 
 
@@ -77,17 +78,30 @@ def check_read_speed(facts: MachineFacts) -> Finding:
     return Finding(HERE, "memory speed", OK, found)
 
 
-def check_kept_speed(facts: MachineFacts) -> Finding | None:
-    """Whether workers here say what is measured now; nothing where they said nothing yet."""
-    if facts.kept_gb_per_s is None:
+def check_said_speed(facts: MachineFacts) -> Finding | None:
+    """Whether workers here say what is measured now; nothing where they said nothing yet.
+
+    Those that were asked, or else what the next one to start will say. Each speaks of the whole machine's
+    memory, as far as its threads read it.
+    """
+    kept = facts.kept_gb_per_s
+    said = facts.said_gb_per_s or (((kept[1], facts.cores),) if kept else ())
+    if not said:
         return None
-    path, kept = facts.kept_gb_per_s
-    found = f"workers here say {kept:.1f} GB/s"
+    speeds = list(dict.fromkeys(f"{speed:.1f}" for speed, _ in sorted(said, reverse=True)))
+    words = " and ".join(speeds) if len(speeds) <= _FEW_SPEEDS else f"{speeds[-1]} to {speeds[0]}"
+    found = f"workers here say {words} GB/s"
     now = facts.read_gb_per_s
-    if not isinstance(now, Unknown) and not kept / _KEPT_DIFFERENCE <= now <= kept * _KEPT_DIFFERENCE:
-        advice = f"if nothing else runs, have it measured again: rm {path}, and start the worker again"
-        return Finding(HERE, "said speed", WARNING, f"{found}, but {now:.1f} are measured now", advice)
-    return Finding(HERE, "said speed", OK, found)
+    if isinstance(now, Unknown) or not any(_is_off(*each, now, facts.cores) for each in said):
+        return Finding(HERE, "said speed", OK, found)
+    remove = f"rm {kept[0]}, and " if kept else ""
+    advice = f"if nothing else runs, have it measured again: {remove}start the worker again, without --speed"
+    return Finding(HERE, "said speed", WARNING, f"{found}, but {now:.1f} are measured now", advice)
+
+
+def _is_off(said: float, threads: int, now: float, cores: int) -> bool:
+    """Whether a figure is not of the machine as it is; fewer threads than cores may read less."""
+    return said > now * _KEPT_DIFFERENCE or (threads >= cores and said < now / _KEPT_DIFFERENCE)
 
 
 def check_huge_pages(facts: MachineFacts) -> Finding:
@@ -185,7 +199,7 @@ def check_cards(facts: MachineFacts) -> Finding:
 
 
 CHECKS: tuple[Callable[[MachineFacts], Finding | None], ...] = (
-    *(check_cpu, check_cores, check_memory, check_read_speed, check_kept_speed, check_huge_pages),
+    *(check_cpu, check_cores, check_memory, check_read_speed, check_said_speed, check_huge_pages),
     *(check_reserved_pages, check_governors, check_swap, check_clock, check_congestion, check_cards),
 )
 

@@ -44,7 +44,8 @@ class MachineFacts:
         smt: Whether two of them may be one core's threads.
         memory_bytes: Memory in all, and what of it is available.
         read_gb_per_s: What all cores together read from memory now.
-        kept_gb_per_s: What workers here say they read, and the file that it is kept in; None for none.
+        kept_gb_per_s: What a worker that starts here says it reads, and the file that it is kept in; None for
+            none.
         huge_pages: Setting of transparent huge pages.
         reserved_pages: Huge pages that are set aside, in all and free.
         governors: Clock governors of the cores, each with its preference where it has one.
@@ -54,6 +55,7 @@ class MachineFacts:
         default_congestion: That of connections whose program does not say.
         cards: NVIDIA's GPUs that the kernel shows, by name.
         card_problem: Why they cannot compute the host's part; empty where one can, or there is none.
+        said_gb_per_s: What each worker here that was asked says it reads, and by how many threads.
     """
 
     cpu: str
@@ -75,6 +77,7 @@ class MachineFacts:
     default_congestion: str | Unknown
     cards: tuple[str, ...] = ()
     card_problem: str = ""
+    said_gb_per_s: tuple[tuple[float, int], ...] = ()
 
 
 def gather_machine(

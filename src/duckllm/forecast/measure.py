@@ -189,9 +189,9 @@ class Probes:
             decode(llm, 1, SHORT_CONTEXT, 2 * self._steps, self._small_decodes[count])
 
     def flock(self, num_workers: int, share: float = MEDIAN) -> Flock:
-        """This machine as host and as so many workers of a thread each."""
+        """This machine as host and as so many workers of a thread each, which divide its memory."""
         one, every = (quantile(self._reads[threads], 1 - share) for threads in (1, available_cores()))
-        gib = total_memory_bytes() / GIB
+        gib = total_memory_bytes() / GIB / (1 + num_workers)
         isa = _native.select_isa()
         node = Computer(HERE, 1, one, 1000.0, gib, 1.0, isa, machine=HERE)
         return Flock(

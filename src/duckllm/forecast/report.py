@@ -11,7 +11,7 @@ from typing import Any
 
 from duckllm.errors import ConfigError
 from duckllm.forecast.coefficients import Coefficients
-from duckllm.forecast.flock import GIB, Card, Flock
+from duckllm.forecast.flock import GIB, Card, Computer, Flock
 from duckllm.forecast.load import ModelLoad
 from duckllm.forecast.step import PARTS, Prediction, Setting, predict
 from duckllm.forecast.what_if import WhatIf, what_ifs
@@ -77,12 +77,23 @@ class Forecast:
 
 
 def nodes_for(flock: Flock) -> tuple[Node, ...]:
-    """The flock's nodes as slices are shared out among them; each has the memory that the file says."""
+    """The flock's nodes as slices are shared out among them.
+
+    Each has the memory that the file says; those of one machine read no more together than it does.
+    """
+
+    def gb_per_s(node: Computer) -> float:
+        machine = flock.machines.get(node.machine)
+        if machine is None:
+            return node.read_gb_per_s
+        together = sum(each.read_gb_per_s for each in flock.nodes if each.machine == node.machine)
+        return node.read_gb_per_s / max(1.0, together / machine.read_gb_per_s)
+
     return tuple(
         Node(
             node.name,
             max(1, int(node.memory_gib * GIB) - _SYSTEM_BYTES),
-            node.read_gb_per_s,
+            gb_per_s(node),
             node.isa,
             node.round_trip_us,
         )

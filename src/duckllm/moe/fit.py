@@ -7,11 +7,11 @@ aside; knows neither sockets nor the host's own half.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from duckllm.cluster.address import parse_address
 from duckllm.cluster.plan import WorkerPlan
 from duckllm.config import show_size
 from duckllm.errors import InWords, PlacementError
@@ -179,7 +179,10 @@ class NodePlan:
 def nodes_of(
     workers: Sequence[WorkerInfo], round_trips_us: Sequence[float | None] | None = None
 ) -> tuple[Node, ...]:
-    """The nodes of workers that have said what they are; workers at one name divide its memory.
+    """The nodes of workers that have said what they are.
+
+    Workers on one machine (:attr:`duckllm.cluster.connect.WorkerInfo.machine`) have equal parts of its memory
+    and of the speed at which it is read.
 
     Args:
         workers: The workers.
@@ -187,17 +190,17 @@ def nodes_of(
     """
     if round_trips_us is None:
         round_trips_us = [None] * len(workers)
-    names = [parse_address(worker.address).name for worker in workers]
+    sharing = Counter(worker.machine for worker in workers)
     return tuple(
         Node(
             worker.address,
-            None if worker.available_bytes is None else worker.available_bytes // names.count(name),
-            worker.read_gb_per_s,
+            None if worker.available_bytes is None else worker.available_bytes // sharing[worker.machine],
+            None if worker.read_gb_per_s is None else worker.read_gb_per_s / sharing[worker.machine],
             worker.isa,
             round_trip_us,
             worker.keeps_weights,
         )
-        for worker, name, round_trip_us in zip(workers, names, round_trips_us, strict=True)
+        for worker, round_trip_us in zip(workers, round_trips_us, strict=True)
     )
 
 
