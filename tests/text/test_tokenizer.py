@@ -142,6 +142,43 @@ def test_a_template_that_fails_is_a_typed_error(
 
 
 @pytest.mark.parametrize(
+    ("name", "field", "value", "expected"),
+    [
+        ("tokenizer_config", "chat_template", {"a": 1}, "text, or a list of objects with name and template"),
+        ("tokenizer_config", "chat_template", [1], "text, or a list of objects with name and template"),
+        ("tokenizer_config", "chat_template", [{"name": "a"}], "text, or a list of objects with"),
+        ("tokenizer_config", "chat_template", 5, "text, or a list of objects with"),
+        ("tokenizer_config", "eos_token", 5, "text, or an object with content"),
+        ("tokenizer_config", "bos_token", {"content": 1}, "text, or an object with content"),
+        ("tokenizer_config", "additional_special_tokens", [1], "a list of tokens"),
+        ("tokenizer_config", "added_tokens_decoder", [1], "an object of tokens by id"),
+        ("tokenizer_config", "add_bos_token", "yes", "true or false"),
+        ("tokenizer_config", "tokenizer_class", [1], "text"),
+        ("generation_config", "eos_token_id", {"a": 1}, "a token id, or a list of them"),
+        ("generation_config", "eos_token_id", [[1]], "a token id, or a list of them"),
+        ("generation_config", "eos_token_id", "1", "a token id, or a list of them"),
+        ("generation_config", "eos_token_id", True, "a token id, or a list of them"),
+    ],
+)
+def test_a_field_of_another_kind_is_named_with_its_file(
+    copy: Path, name: str, field: str, value: object, expected: str
+) -> None:
+    edit(copy / f"{name}.json", **{field: value})
+    with pytest.raises(CheckpointError) as caught:
+        Tokenizer(copy)
+    assert str(caught.value).startswith(f"{copy / name}.json: {field}: got {value!r}, expected {expected}")
+
+
+def test_templates_by_name_are_read(copy: Path) -> None:
+    named = [{"name": "default", "template": "hi"}, {"name": "tool_use", "template": "tools"}]
+    edit(copy / "tokenizer_config.json", chat_template=named)
+    tokenizer = Tokenizer(copy)
+    assert tokenizer.chat_template is not None
+    assert tokenizer.chat_template.source == "hi\ntools"
+    assert tokenizer.chat_template.render([{"role": "user", "content": "a"}]) == "hi"
+
+
+@pytest.mark.parametrize(
     ("messages", "message"),
     [
         ([], "messages: got none"),

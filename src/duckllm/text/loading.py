@@ -6,10 +6,11 @@ Called by :mod:`duckllm.text.tokenizer`. Offline and quiet; whatever is wrong wi
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from duckllm.errors import CheckpointError, DuckError, ModelNotFoundError
+from duckllm.errors import CheckpointError, DuckError, ModelNotFoundError, show_value
 from duckllm.text.quiet import quiet_transformers
 from duckllm.text.tiktoken_bpe import build_tokenizer, find_rank_file
 
@@ -32,7 +33,7 @@ def load_tokenizer(folder: Path) -> Any:
     rank_file = None if has_json else find_rank_file(folder)
     if rank_file is None and not any((folder / name).is_file() for name in _FILES):
         raise ModelNotFoundError(f"model: {folder} has no tokenizer, expected tokenizer.json in it")
-    config = read_json_object(folder / "tokenizer_config.json")
+    config = _read_config(folder / "tokenizer_config.json")
     with quiet_transformers():
         try:
             if rank_file is not None:
@@ -66,6 +67,54 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """A tokenizer's configuration, its fields of the kinds that are read; null is as if one were absent."""
+    config = read_json_object(path)
+    for field, value in config.items():
+        if value is None or field not in _KINDS:
+            continue
+        is_right, expected = _KINDS[field]
+        if not is_right(value):
+            raise wrong_field(path, field, value, expected)
+    return config
+
+
+def wrong_field(path: Path, field: str, got: object, expected: str) -> CheckpointError:
+    """A file's field that has a value of another kind."""
+    return CheckpointError(f"{path}: {field}: got {show_value(got)}, expected {expected}")
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value.get("content") if isinstance(value, dict) else value, str)
+
+
+def _is_template(value: object) -> bool:
+    """One as text, or several by name."""
+    if isinstance(value, list):
+        return all(
+            isinstance(each, dict) and all(isinstance(each.get(key), str) for key in ("name", "template"))
+            for each in value
+        )
+    return all(isinstance(each, str) for each in (value.values() if isinstance(value, dict) else [value]))
+
+
+_Kind = tuple[Callable[[object], bool], str]
+_TOKEN: _Kind = (_is_token, "text, or an object with content")
+_FLAG: _Kind = (lambda value: isinstance(value, bool), "true or false")
+# What each field of tokenizer_config.json must be that is read, here or by transformers.
+_KINDS: dict[str, _Kind] = {
+    **dict.fromkeys([f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")], _TOKEN),
+    **dict.fromkeys(("add_bos_token", "add_eos_token", "add_prefix_space"), _FLAG),
+    "additional_special_tokens": (
+        lambda value: all(map(_is_token, value if isinstance(value, list) else [value])),
+        "a list of tokens, each text or an object with content",
+    ),
+    "added_tokens_decoder": (lambda value: isinstance(value, dict), "an object of tokens by id"),
+    "tokenizer_class": (lambda value: isinstance(value, str), "text"),
+    "chat_template": (_is_template, "text, or a list of objects with name and template"),
+}
 
 
 def first_line(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from duckllm.text.byte_tokens import byte_level_bytes, byte_level_spelling, fall
 from duckllm.text.chat_template import ChatTemplate, JinjaTemplate, Message
 from duckllm.text.control_text import control_texts, free_mark, put_marks, spelled_in, texts_of
 from duckllm.text.formats.deepseek_v32 import DeepseekV32Template
-from duckllm.text.loading import load_tokenizer, read_json_object
+from duckllm.text.loading import load_tokenizer, read_json_object, wrong_field
 from duckllm.text.messages import check_messages
 
 # Texts are counted in pieces of so many characters, and a cut makes at most so many tokens more.
@@ -357,9 +357,13 @@ class Tokenizer:
 
     def _find_eos_token_ids(self) -> tuple[int, ...]:
         found = {self._inner.eos_token_id}
-        listed = read_json_object(self.folder / "generation_config.json").get("eos_token_id")
-        found.update(listed if isinstance(listed, list) else [listed])
-        return tuple(sorted(token_id for token_id in found if isinstance(token_id, int)))
+        path = self.folder / "generation_config.json"
+        listed = read_json_object(path).get("eos_token_id")
+        ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
+        if not all(type(each) is int and each >= 0 for each in ids):
+            raise wrong_field(path, "eos_token_id", listed, "a token id, or a list of them")
+        found.update(ids)
+        return tuple(sorted(token_id for token_id in found if token_id is not None))
 
 
 class _Given:
