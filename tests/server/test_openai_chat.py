@@ -226,7 +226,14 @@ def test_another_model_is_not_found(server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "message"),
     [
-        ("GET", "/v1/nowhere", 404, "path: got '/v1/nowhere', expected one of /openapi.json"),
+        (
+            "GET",
+            "/v1/nowhere",
+            404,
+            "path: got '/v1/nowhere', expected one of '/cluster', '/detokenize', '/health', '/metrics', "
+            "'/tokenize', '/tokenizer_info', '/v1/chat/completions', '/v1/completions', '/v1/embeddings', "
+            "'/v1/messages', '/v1/messages/count_tokens', '/v1/models', '/v1/models/{name}', '/v1/responses'",
+        ),
         (
             "POST",
             "/chat/completions",

@@ -181,7 +181,7 @@ def test_functions_that_do_not_fit_together_are_refused(fields: Any, expected: s
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
         (
             {"input": [message("user", [{"type": "input_image", "image_url": "http://x"}])]},
-            "input.0.<message>.content.0",
+            "input.0.<type=message>.content.0",
         ),
         ({"include": ["web_search_call.action.sources"]}, "include.0"),
         ({"reasoning": {"summary": "concise"}}, "reasoning.summary"),

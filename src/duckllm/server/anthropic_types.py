@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field
+from pydantic import BeforeValidator, Field
 
 from duckllm.server.limits import MAX_MESSAGES, MAX_STOP_CHARACTERS, MAX_STOPS, MAX_TOOLS
-from duckllm.server.openai_types import Body
+from duckllm.server.openai_types import Body, ByType
 
 
 class CacheControl(Body):
@@ -70,7 +70,7 @@ def _as_text_blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-ResultBlock = Annotated[TextBlock | ToolReferenceBlock, Discriminator("type")]
+ResultBlock = Annotated[TextBlock | ToolReferenceBlock, ByType()]
 
 
 class ToolResultBlock(Body):
@@ -85,7 +85,7 @@ class ToolResultBlock(Body):
     cache_control: CacheControl | None = None
 
 
-ContentBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Discriminator("type")]
+ContentBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, ByType()]
 
 
 class Message(Body):
@@ -139,7 +139,7 @@ class NoToolChoice(Body):
     type: Literal["none"]
 
 
-ToolChoice = Annotated[AutoToolChoice | AnyToolChoice | NamedToolChoice | NoToolChoice, Discriminator("type")]
+ToolChoice = Annotated[AutoToolChoice | AnyToolChoice | NamedToolChoice | NoToolChoice, ByType()]
 
 
 class EnabledThinking(Body):
@@ -163,7 +163,7 @@ class DisabledThinking(Body):
     type: Literal["disabled"]
 
 
-Thinking = Annotated[EnabledThinking | AdaptiveThinking | DisabledThinking, Discriminator("type")]
+Thinking = Annotated[EnabledThinking | AdaptiveThinking | DisabledThinking, ByType()]
 
 
 class JsonFormat(Body):
@@ -193,11 +193,20 @@ class AllThinkingTurns(Body):
     type: Literal["all"]
 
 
+def _as_turns(value: Any) -> Any:
+    return {"type": value} if isinstance(value, str) else value
+
+
+Turns = Annotated[ThinkingTurns | AllThinkingTurns, ByType()]
+
+
 class ClearThinking(Body):
     """Leave out what was thought in all but the last replies."""
 
     type: Literal["clear_thinking_20251015"]
-    keep: Literal["all"] | ThinkingTurns | AllThinkingTurns = ThinkingTurns(type="thinking_turns", value=1)
+    keep: Annotated[Turns, BeforeValidator(_as_turns, json_schema_input_type=Literal["all"] | Turns)] = (
+        ThinkingTurns(type="thinking_turns", value=1)
+    )
 
 
 class ContextManagement(Body):
@@ -221,7 +230,7 @@ class Diagnostics(Body):
 class CountTokensBody(Body):
     """Body of ``POST /v1/messages/count_tokens``."""
 
-    model: str
+    model: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: Annotated[
         list[TextBlock], BeforeValidator(_as_text_blocks, json_schema_input_type=str | list[TextBlock])

@@ -34,6 +34,8 @@ RETRY_AFTER_S = 2
 _log = logging.getLogger("duckllm")
 # A client that went away before its reply: nobody sees the status, nginx's logs call it so.
 CLIENT_CLOSED_REQUEST = 499
+# In a request's scope: the status that it would have, had its answer not begun or its client not left before.
+FINAL_STATUS = "duckllm.final_status"
 ANTHROPIC_PATHS = "/v1/messages"
 # The name of each of Anthropic's kinds of error, by status.
 _ANTHROPIC_TYPES = {
@@ -146,9 +148,9 @@ def no_such_call(method: str, path: str, error: HTTPException, known: Collection
         told = f"method: got {method}, expected {takes} for {show_value(path)}"
     else:
         meant = f"/v1{path}"
-        expected = (
-            f"{meant!r} (the address of the API ends with /v1)" if meant in known else "one of /openapi.json"
-        )
+        expected = "one of " + ", ".join(map(repr, sorted(known)))
+        if meant in known:
+            expected = f"{meant!r} (the address of the API ends with /v1)"
         told = f"path: got {show_value(path)}, expected {expected}"
     return ApiError(error.status_code, told, headers=error.headers)
 
@@ -201,9 +203,9 @@ def from_validation(errors: Sequence[Mapping[str, Any]], content_type: str) -> A
     error = errors[0]
     param = path_of([part for part in error["loc"] if part != "body"])
     if error["type"] == "extra_forbidden":
-        return ApiError(
-            400, f"{param}: unknown field, which cannot be honoured", param=param, code="unknown_field"
-        )
+        kind = _type_of(error["loc"][-2]) if len(error["loc"]) > 1 else None
+        told = f"{param}: unknown field{'' if kind is None else f' with type {kind!r}'}"
+        return ApiError(400, f"{told}, which cannot be honoured", param=param, code="unknown_field")
     if error["type"] == "missing":
         return ApiError(400, f"{param or 'body'}: got nothing, expected a value", param=param or None)
     if error["type"] == "json_invalid":
@@ -217,13 +219,43 @@ def from_validation(errors: Sequence[Mapping[str, Any]], content_type: str) -> A
         if not re.fullmatch(r"application/([^+]+\+)?json", kind):  # else it was not read as JSON
             return ApiError(400, f"content-type: got {show_value(kind)}, expected 'application/json'")
         return ApiError(400, "body: got no JSON object, expected one")
-    if error["type"] == "union_tag_invalid":
-        kind, kinds = (re.sub("[<>]", "", str(error["ctx"][name])) for name in ("tag", "expected_tags"))
-        return ApiError(400, f"{param}.type: got {kind!r}, expected one of {kinds}", param=f"{param}.type")
-    message = str(error["msg"])
-    for prefix, instead in (("Input should be ", ""), ("Value error, ", ""), ("Assertion failed, ", "")):
-        message = message.replace(prefix, instead)
-    return ApiError(400, f"{param}: got {show_value(error.get('input'))}, expected {message}", param=param)
+    if error["type"] == "union_tag_invalid" and isinstance(error["input"], dict):
+        found, param = error["input"].get("type"), f"{param}.type"
+        got = "nothing" if found is None else show_value(found)
+        kinds = str(error["ctx"]["expected_tags"]).replace(_TYPE, "").replace(">", "")
+        return ApiError(400, f"{param}: got {got}, expected one of {kinds}", param=param)
+    return ApiError(
+        400, f"{param}: got {show_value(error.get('input'))}, expected {_expected(error)}", param=param
+    )
+
+
+def _expected(error: Mapping[str, Any]) -> str:
+    """What pydantic expected, in our words where its own are of Python."""
+    kind, facts = error["type"], error.get("ctx", {})
+    if kind in {"model_type", "model_attributes_type", "dict_type", "union_tag_invalid"}:
+        return "an object"
+    if kind == "string_pattern_mismatch":
+        return f"text that matches {facts['pattern']}"
+    for bound, words in (("min_length", "at least"), ("max_length", "at most")):
+        if bound in facts:
+            unit = "character" if kind.startswith("string_") else "item"
+            number = facts[bound]
+            return f"{words} {'one' if number == 1 else number} {unit}{'' if number == 1 else 's'}"
+    return re.sub("^(Input should be |Value error, |Assertion failed, )", "", str(error["msg"]))
+
+
+_TYPE = "<type="
+
+
+def type_tag(name: object) -> str:
+    """How a place in a body says of which ``type`` the value there is."""
+    return f"{_TYPE}{name}>"
+
+
+def _type_of(part: int | str) -> str | None:
+    """The type that a part of a place is the tag of, or None."""
+    text = str(part)
+    return text[len(_TYPE) : -1] if text.startswith(_TYPE) else None
 
 
 def path_of(parts: Sequence[int | str]) -> str:

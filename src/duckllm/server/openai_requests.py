@@ -15,10 +15,12 @@ from duckllm.server.limits import check_grammar, check_sizes
 from duckllm.server.openai_types import (
     ChatCompletionBody,
     Content,
+    JsonObjectFormat,
     Message,
     NamedTool,
     SamplingFields,
     StructuredOutputs,
+    TextFormat,
 )
 from duckllm.text.chat import ChatMessage, ChatOptions, Tool, ToolCall
 
@@ -208,11 +210,11 @@ def to_structured_outputs(asked: StructuredOutputs | None) -> StructuredOutputsP
 def _to_structure(body: ChatCompletionBody) -> StructuredOutputsParams | None:
     """What the content must be."""
     structure, form = to_structured_outputs(body.structured_outputs), body.response_format
-    if form is None or form.type == "text":
+    if form is None or isinstance(form, TextFormat):
         return structure
     if structure is not None:
         raise refuse("structured_outputs", structure.kind, f"none beside response_format {form.type}")
-    if form.type == "json_object":
+    if isinstance(form, JsonObjectFormat):
         return StructuredOutputsParams(json_object=True)
     if form.json_schema is None:
         raise refuse("response_format.json_schema", None, "an object with name and schema")

@@ -6,11 +6,20 @@ difference to what the client sees are listed as such, and accepted.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    Tag,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from duckllm.server.errors import type_tag
 from duckllm.server.limits import (
     MAX_FIELDS,
     MAX_MESSAGES,
@@ -23,17 +32,17 @@ from duckllm.server.limits import (
 
 
 class Body(BaseModel):
-    """Refuses fields that it does not know, and values of another kind."""
+    """Refuses fields that it does not know, and values of another kind; null is as if a field were absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _with_integers(cls, value: Any) -> Any:
+    def _as_meant(cls, value: Any) -> Any:
         if isinstance(value, dict):
             if len(value) > MAX_FIELDS:  # most of them are unknown, and each would be an error of its own
                 raise PydanticCustomError("too_many_fields", "at most {most} fields", {"most": MAX_FIELDS})
-            return {name: _whole(each) for name, each in value.items()}
+            return {name: _whole(each) for name, each in value.items() if each is not None}
         return value
 
 
@@ -44,6 +53,30 @@ def _whole(value: Any) -> Any:
     if isinstance(value, list) and any(isinstance(each, float) for each in value):
         return [_whole(each) if isinstance(each, float) else each for each in value]
     return value
+
+
+class ByType:
+    """For a union of bodies of which each has a ``type`` of its own: that says which one a value must be.
+
+    As pydantic's own, but errors show the type apart from the fields on the way to them.
+
+    Args:
+        default: The type of what has none.
+    """
+
+    def __init__(self, default: str | None = None) -> None:
+        self._default = default
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        choices = {}
+        for body in get_args(source):
+            (name,) = get_args(body.model_fields["type"].annotation)
+            choices[type_tag(name)] = handler.generate_schema(body)
+        return core_schema.tagged_union_schema(choices, self._tag)
+
+    def _tag(self, value: Any) -> str:
+        found = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        return type_tag(self._default if found is None else found)
 
 
 class TextPart(Body):
@@ -135,11 +168,26 @@ class JsonSchema(Body):
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
-    """What a reply's content must be."""
+class TextFormat(Body):
+    """Any text."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Body):
+    """JSON that keeps to a schema."""
+
+    type: Literal["json_schema"]
     json_schema: JsonSchema | None = None
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, ByType()]
 
 
 class StreamOptions(Body):
@@ -229,13 +277,14 @@ class CompletionBody(SamplingFields):
     structured_outputs: StructuredOutputs | None = None
 
 
-def _kind_of_choice(value: object) -> str:
-    return "<mode>" if isinstance(value, str) else "<tool>"
+def kind_of_choice(value: object) -> str:
+    """Whether a choice of tools names one."""
+    return "<tool>" if isinstance(value, dict | BaseModel) else "<mode>"
 
 
 ToolChoice = Annotated[
     Annotated[Literal["auto", "none", "required"], Tag("<mode>")] | Annotated[NamedTool, Tag("<tool>")],
-    Discriminator(_kind_of_choice),
+    Discriminator(kind_of_choice),
 ]
 
 

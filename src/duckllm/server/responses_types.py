@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from duckllm.server.limits import MAX_MESSAGES, MAX_TOOLS
-from duckllm.server.openai_types import Body
+from duckllm.server.openai_types import Body, ByType, kind_of_choice
 
 Status = Literal["in_progress", "completed", "incomplete"]
 Phase = Literal["commentary", "final_answer"]
@@ -46,7 +46,7 @@ class Refusal(Body):
     refusal: str
 
 
-ContentPart = Annotated[InputText | OutputText | Refusal, Discriminator("type")]
+ContentPart = Annotated[InputText | OutputText | Refusal, ByType()]
 
 
 def _as_input_text(value: Any) -> Any:
@@ -117,17 +117,7 @@ class Reasoning(Body):
     status: Status | None = None
 
 
-def _kind_of_item(value: Any) -> str:
-    return f"<{value.get('type', 'message') if isinstance(value, dict) else 'message'}>"
-
-
-Item = Annotated[
-    Annotated[Message, Tag("<message>")]
-    | Annotated[FunctionCall, Tag("<function_call>")]
-    | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
-    | Annotated[Reasoning, Tag("<reasoning>")],
-    Discriminator(_kind_of_item),
-]
+Item = Annotated[Message | FunctionCall | FunctionCallOutput | Reasoning, ByType(default="message")]
 
 
 class FunctionTool(Body):
@@ -149,7 +139,7 @@ class NamespaceTool(Body):
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)]
 
 
-Tool = Annotated[FunctionTool | NamespaceTool, Discriminator("type")]
+Tool = Annotated[FunctionTool | NamespaceTool, ByType()]
 
 
 class FunctionChoice(Body):
@@ -157,6 +147,12 @@ class FunctionChoice(Body):
 
     type: Literal["function"]
     name: str
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["auto", "none", "required"], Tag("<mode>")] | Annotated[FunctionChoice, Tag("<tool>")],
+    Discriminator(kind_of_choice),
+]
 
 
 class ReasoningOptions(Body):
@@ -191,7 +187,7 @@ class JsonSchemaFormat(Body):
 class TextOptions(Body):
     """The form of the text."""
 
-    format: Annotated[PlainFormat | JsonObjectFormat | JsonSchemaFormat, Discriminator("type")] | None = None
+    format: Annotated[PlainFormat | JsonObjectFormat | JsonSchemaFormat, ByType()] | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -204,7 +200,7 @@ class StreamOptions(Body):
 class ResponsesBody(Body):
     """Body of ``POST /v1/responses``."""
 
-    model: str
+    model: str | None = None
     input: Annotated[
         list[Item],
         BeforeValidator(
@@ -215,7 +211,7 @@ class ResponsesBody(Body):
     ]
     instructions: str | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice = "auto"
+    tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool | None = None
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions | None = None

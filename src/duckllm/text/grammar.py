@@ -40,6 +40,14 @@ _WHITE_SPACE = r"( |\n {0,32})?"
 _REGEX_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
 _PICTURE = re.compile(r"^ *\d+ \| ", re.MULTILINE)
 
+# What the library says of some reasons is for those who write it. It fails over names of control tokens, of
+# which it is told none.
+_IN_WORDS = {
+    "NoExtension": "no text keeps to it",
+    "removal index": "it names a token as <|name|>; tokens have numbers alone here, as in <[7]>",
+    "panic": "it fails to compile",
+}
+
 # Most grammars that are kept compiled.
 _MAX_COMPILED = 32
 
@@ -349,8 +357,11 @@ def as_regex(text: str) -> str:
 
 
 def in_short(reason: object) -> str:
-    """The library's reason on one line, without its pictures of where."""
+    """The library's reason on one line, without its pictures of where; in our words where it has none."""
     text = str(reason).replace("<non-verbose/>", "")
+    for sign, words in _IN_WORDS.items():
+        if sign in text:
+            return words
     if found := _REGEX_ERROR.search(text):
         text = found[1]
     text = " ".join(_PICTURE.split(text)[0].split())
