@@ -120,6 +120,20 @@ def test_outcomes_of_requests(here: InProcess, watched: Watched) -> None:
     assert ("e2e_request_latency_seconds_count", CHAT) not in grown
 
 
+def test_a_client_that_leaves_while_it_sends_is_no_failure(here: InProcess, watched: Watched) -> None:
+    async def run() -> None:
+        call = Call(here.app, CHAT, body())
+        call._was_read = True  # nothing of the body comes
+        await (await call.begin()).leave()
+
+    here.run(run())
+    grown = watched.grown()
+    assert {name: value for name, value in grown.items() if name[0] == "requests_total"} == {
+        ("requests_total", "/metrics", "ok"): 1,  # the one before
+        ("requests_total", "other", "abort"): 1,
+    }
+
+
 @pytest.fixture
 def closed(here: InProcess) -> Iterator[InProcess]:
     """No step is computed until the test is over."""

@@ -41,7 +41,7 @@ from duckllm.server import (
 from duckllm.server.chat_service import DEFAULT_MAX_WAITING, ChatService
 from duckllm.server.engine_thread import EngineThread, LoadingProgress
 from duckllm.server.errors import ApiError, as_api_error, from_validation, log_fault, no_such_call
-from duckllm.server.limits import MAX_HEADER_BYTES, BodyLimit, LimitedProtocol
+from duckllm.server.limits import BodyLimit, LimitedProtocol
 from duckllm.server.openai_models import ServedModel
 from duckllm.server.security import ApiKeys, KnownNames, check_exposure, check_key
 
@@ -290,7 +290,6 @@ class _Life:
                 log_config=None,
                 log_level="critical",  # what clients do wrong is no matter for the log
                 server_header=False,
-                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 timeout_graceful_shutdown=self._config.shutdown_timeout_s + _CUT_S,  # type: ignore[arg-type]
             )
         )

@@ -13,7 +13,7 @@ import h11
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from duckllm.server.errors import ApiError, refuse
+from duckllm.server.errors import CLIENT_CLOSED_REQUEST, FINAL_STATUS, ApiError, refuse
 
 MAX_BODY_BYTES = 16 << 20
 # Bodies that are being read, all together: as many clients as like may send one.
@@ -38,6 +38,7 @@ MAX_PROMPT_LOGPROBS = 1 << 19
 # What is sent in chunks of few bytes costs as much for each as for a large one.
 MAX_SMALL_CHUNKS = 16_384
 _SMALL_CHUNK_BYTES = 64
+_HEADERS_TOO_LARGE = 431  # as h11 names the kind of error
 _TOKENS = ("prompt", "tokens")
 HEADERS_TIMEOUT_S = 20.0
 BODY_TIMEOUT_S = 60.0
@@ -135,6 +136,7 @@ class BodyLimit:
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 if not await self._read(scope, receive, body):
+                    scope[FINAL_STATUS] = CLIENT_CLOSED_REQUEST
                     return
         except TimeoutError:
             error = ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:.0f} s", headers=_CLOSE)
@@ -209,13 +211,22 @@ class LimitedProtocol(H11Protocol):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.conn = _CountedConnection(h11.SERVER, self.config.h11_max_incomplete_event_size)
+        self.conn = _CountedConnection(MAX_HEADER_BYTES)
         self._headers, self._unread = _Timer(HEADERS_TIMEOUT_S), _Timer(UNREAD_TIMEOUT_S)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected: its headers are awaited."""
-        super().connection_made(transport)
+        super().connection_made(_OpenTransport(transport))  # type: ignore[arg-type]
         self._watch_headers()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuses what is no request, or has too large headers; who was answered before is cut off."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()
+            return
+        if self.conn.has_large_headers:
+            msg = f"headers: got more than {self.conn.max_header_bytes} bytes, expected at most that"
+        super().send_400_response(msg)
 
     def data_received(self, data: bytes) -> None:
         """Takes what came; a request whose headers are not whole has until the time for them is over."""
@@ -259,14 +270,34 @@ class LimitedProtocol(H11Protocol):
         self._unread.stop()
 
 
-class _CountedConnection(h11.Connection):
-    """Knows whether a body comes in pieces that are too small."""
+class _OpenTransport:
+    """A connection's transport, which drops what is written once it is lost.
 
-    def __init__(self, role: type[h11.SERVER], max_incomplete_event_size: int | None) -> None:
-        if max_incomplete_event_size is None:
-            super().__init__(role)
-        else:
-            super().__init__(role, max_incomplete_event_size)
+    The protocol is told in a later turn of the event loop, and asyncio warns of what is written until then.
+    """
+
+    def __init__(self, inner: asyncio.Transport) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def write(self, data: bytes) -> None:
+        """Sends, where there is somebody to send to."""
+        if not self._inner.is_closing():
+            self._inner.write(data)
+
+
+class _CountedConnection(h11.Connection):
+    """Knows whether headers are too large, and whether a body comes in pieces that are too small.
+
+    Args:
+        max_header_bytes: Most of a request before its body, and of what stands behind the last chunk of one.
+    """
+
+    def __init__(self, max_header_bytes: int) -> None:
+        super().__init__(h11.SERVER, max_header_bytes)
+        self.max_header_bytes, self.has_large_headers = max_header_bytes, False
         self._num_chunks = self._num_bytes = 0
 
     @property
@@ -277,13 +308,27 @@ class _CountedConnection(h11.Connection):
 
     def next_event(self) -> Any:
         """What has come."""
-        event = super().next_event()
+        # Of headers that have come whole h11 takes as many as there are.
+        num_before = len(self.trailing_data[0]) if self.their_state is h11.IDLE else 0
+        try:
+            event = super().next_event()
+            if isinstance(event, h11.Request):
+                self._check_headers(num_before - len(self.trailing_data[0]))
+            elif isinstance(event, h11.EndOfMessage):
+                self._check_headers(sum(len(name) + len(value) + 4 for name, value in event.headers))
+        except h11.RemoteProtocolError as error:
+            self.has_large_headers = error.error_status_hint == _HEADERS_TOO_LARGE
+            raise
         if isinstance(event, h11.Data):
             self._num_chunks += 1
             self._num_bytes += len(event.data)
         elif isinstance(event, h11.Request):
             self._num_chunks = self._num_bytes = 0
         return event
+
+    def _check_headers(self, num_bytes: int) -> None:
+        if num_bytes > self.max_header_bytes:
+            raise h11.RemoteProtocolError("too many bytes of headers", error_status_hint=_HEADERS_TOO_LARGE)
 
 
 class _Timer:

@@ -21,9 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from duckllm.errors import ModelError, UnavailableError, WorkerLostError
 from duckllm.outputs import CachePages, StreamOutput, WorkerTimes
-from duckllm.server.errors import CLIENT_CLOSED_REQUEST
+from duckllm.server.errors import CLIENT_CLOSED_REQUEST, FINAL_STATUS
 from duckllm.server.routing import new_router
-from duckllm.server.streaming import FINAL_STATUS
 
 if TYPE_CHECKING:
     from duckllm.server.chat_service import ChatService

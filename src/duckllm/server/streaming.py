@@ -17,14 +17,18 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from duckllm.errors import DuckError
-from duckllm.server.errors import CLIENT_CLOSED_REQUEST, ApiError, as_api_error, log_fault
+from duckllm.server.errors import (
+    CLIENT_CLOSED_REQUEST,
+    FINAL_STATUS,
+    ApiError,
+    as_api_error,
+    log_fault,
+)
 
 T = TypeVar("T")
 # Silence after which a comment is sent, as something on the way may close a connection without traffic.
 PING_S = 10.0
 DONE = b"data: [DONE]\n\n"
-# In a request's scope: the status that a stream would have if it had not begun before it failed.
-FINAL_STATUS = "duckllm.final_status"
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
