@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
 from collections.abc import Generator, Iterator, Sequence
@@ -271,6 +272,20 @@ def test_a_conversation_that_cannot_be_written_names_the_path_that_was_given(
     message = f"path: got '{path}', expected a file that can be written (No such file or directory)"
     with pytest.raises(ConfigError, match=re.escape(message)):
         llm.conversation().save(path)
+
+
+def test_what_was_said_is_its_owners_alone_and_replaces_files_only(llm: LLM, tmp_path: Path) -> None:
+    path, pipe = tmp_path / "duck.json", tmp_path / "pipe"
+    llm.conversation().save(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o640)
+    llm.conversation().save(path)
+    assert path.stat().st_mode & 0o777 == 0o640
+    os.mkfifo(pipe)
+    expected = "expected a regular file to replace, or a name that is free (a named pipe lies there)"
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        llm.conversation().save(pipe)
+    assert pipe.is_fifo()
 
 
 def test_a_folder_of_a_session_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,14 @@ ORDER = [
     "__main__", "cli", "server", "doctor", "simulate", "forecast", "bench", "quality", "llm",
     "conversation", "plan", "tracing", "assembly", "assembly_experts", "engine", "models", "layers",
     "kernels", "moe", "transport", "node_image", "worker", "cluster", "weights", "demo", "text",
-    "outputs", "sampling_params", "device", "config", "prefill", "errors",
+    "outputs", "sampling_params", "device", "config", "prefill", "paths", "errors",
 ]  # fmt: skip
 LEAVES = {
     "text",
     "outputs",
     "sampling_params",
     "config",
+    "paths",
     "errors",
 }  # these import only leaves of a later line
 NATIVE = "_native"

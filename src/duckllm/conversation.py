@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from duckllm.errors import CacheFormatError, ConfigError, RequestError
 from duckllm.outputs import RequestOutput, StreamOutput
+from duckllm.paths import as_path, check_replaceable
 from duckllm.sampling_params import SamplingParams
 from duckllm.text.messages import check_messages
 from duckllm.text.tokenizer import Tokenizer
@@ -140,9 +141,14 @@ class Conversation:
     def save(self, path: str | Path) -> None:
         """Writes the conversation to a file, which appears whole or stays as it was.
 
+        A new file is its owner's alone, as it holds what was said; one that is replaced keeps its mode.
+
         Raises:
-            ConfigError: It cannot be written; names the path that was given.
+            ConfigError: It cannot be written, or something else than a regular file lies there; names the
+                path that was given.
         """
+        target = as_path("path", path, "a file to write")
+        check_replaceable("path", target)
         facts = {
             "format_version": FORMAT_VERSION,
             "model_hash": self._model.model_hash,
@@ -151,7 +157,7 @@ class Conversation:
             "token_ids": self.token_ids,
         }
         try:
-            write_atomically(Path(path), json.dumps(facts, ensure_ascii=False).encode() + b"\n")
+            write_atomically(target, json.dumps(facts, ensure_ascii=False).encode() + b"\n", private=True)
         except OSError as error:
             reason = error.strerror or ""
             raise ConfigError("path", str(path), "a file that can be written", reason) from error
@@ -162,6 +168,7 @@ class Conversation:
 
         Raises:
             CacheFormatError: The file cannot be read, is malformed, or is another model's.
+            ConfigError: ``path`` is none.
         """
         facts = read_conversation(path)
         _check_model(path, facts, model)
@@ -181,9 +188,11 @@ def read_conversation(path: str | Path) -> dict[str, Any]:
 
     Raises:
         CacheFormatError: The file cannot be read, or is malformed.
+        ConfigError: ``path`` is none.
     """
+    file = as_path("path", path, "a conversation's file")
     try:
-        facts = json.loads(Path(path).read_bytes())
+        facts = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise CacheFormatError(f"{path}: cannot be read ({error})") from error
     _check_facts(path, facts)

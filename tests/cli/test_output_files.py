@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from duckllm.cli.bench_common import append_line, check_save, writing, writing_whole
+from duckllm.cli.main import app
 from duckllm.cli.plan_nodes import check_new_file
 from duckllm.errors import ConfigError
 from duckllm.tracing.writer import check_trace
@@ -20,7 +22,6 @@ def test_a_file_takes_its_place_when_it_is_whole(tmp_path: Path) -> None:
     link.symlink_to(path)
     with writing_whole("html", link) as part:
         part.write_text("new")
-        assert part.suffix == ".html"
         assert path.read_text() == "old"
     assert path.read_text() == "new"
     assert link.is_symlink()
@@ -44,12 +45,37 @@ def test_what_is_not_whole_leaves_what_was_there(tmp_path: Path, error: BaseExce
         assert [each.read_text() for each in tmp_path.iterdir()] == ([before] if before else [])
 
 
-def test_a_device_is_written_itself(tmp_path: Path) -> None:
-    with writing_whole("html", Path(os.devnull)) as part:
-        assert part == Path(os.devnull)
-    with pytest.raises(ConfigError, match="No space left"), writing_whole("html", Path("/dev/full")) as part:
-        part.write_text("x")
-    assert Path("/dev/full").exists()
+def test_a_pipe_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    """It would be waited for, or replaced."""
+    path = tmp_path / "pipe.json"
+    os.mkfifo(path)
+    for check in (check_save, check_trace):
+        with pytest.raises(ConfigError, match=r"pipe\.json.*\(a named pipe lies there\)"):
+            check(path)
+    with pytest.raises(ConfigError, match="a named pipe lies there"), writing_whole("html", path):
+        pass
+    with pytest.raises(ConfigError, match="write_nodes"):
+        check_new_file(path)
+    assert path.is_fifo()
+
+
+def test_a_calibration_into_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    outcome = CliRunner().invoke(app, ["calibrate", "no-model", "-o", str(path)])
+    assert isinstance(outcome.exception, ConfigError)
+    assert "output: got" in str(outcome.exception)
+    assert "a named pipe lies there" in str(outcome.exception)
+
+
+def test_a_report_keeps_the_mode_of_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 250 + ".html")
+    path.write_text("old")
+    path.chmod(0o600)
+    with writing_whole("html", path) as part:
+        part.write_text("new")
+    assert path.read_text() == "new"
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_line_is_appended_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

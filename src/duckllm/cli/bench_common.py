@@ -14,6 +14,8 @@ from types import TracebackType
 
 from duckllm.config import parse_whole
 from duckllm.errors import ConfigError
+from duckllm.paths import check_replaceable
+from duckllm.weights.files import AtomicFile
 
 
 def print_line(values: dict[str, object], save: Path | None) -> None:
@@ -50,7 +52,7 @@ def writing(field: str, path: Path) -> Iterator[None]:
     Raises:
         ConfigError: It could not be written.
     """
-    target, existed = _target(path), path.exists()
+    target, existed = Path(os.path.realpath(path)), path.exists()
     try:
         yield
     except OSError as error:
@@ -65,22 +67,19 @@ def writing(field: str, path: Path) -> Iterator[None]:
 def writing_whole(field: str, path: Path) -> Iterator[Path]:
     """A file beside ``path`` to write, which takes its place when it is whole; until then an older one stays.
 
+    Its own name ends otherwise.
+
     Raises:
-        ConfigError: It could not be written.
+        ConfigError: It could not be written, or something else than a regular file lies there.
     """
-    target = _target(path)
-    if (target.exists() and not target.is_file()) or not os.access(target.parent, os.W_OK):
-        with writing(field, path):  # a pipe or a device, or a file in a folder that takes no other
-            yield path
-        return
-    part = target.with_name(f".{target.stem[:100]}.{os.getpid()}{target.suffix}")
-    try:
-        with writing(field, path):
-            yield part
-            part.replace(target)
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
+    target = check_replaceable(field, path)
+    with writing(field, path):
+        if target.exists() and not os.access(target.parent, os.W_OK):
+            yield target  # a file in a folder that takes no other
+            return
+        with AtomicFile(target) as file:
+            yield file.partial
+            file.commit()
 
 
 class CellProgress:
@@ -134,20 +133,19 @@ def check_save(path: Path, field: str = "save") -> None:
         field: The option that names it.
 
     Raises:
-        ConfigError: Its folder does not exist, it is a folder, or it may not be written.
+        ConfigError: Its folder does not exist, something else than a regular file lies there, or it may not
+            be written.
     """
-    if path.is_dir() or not path.parent.is_dir():
+    with writing(field, path):
+        is_file = not path.is_dir() and path.parent.is_dir()
+    if not is_file:
         raise ConfigError(field, str(path), "a file in a folder that exists")
-    target, existed = _target(path), path.exists()
-    with writing(field, path), path.open("a", encoding="utf-8"):
+    target = check_replaceable(field, path)
+    existed = target.exists()
+    with writing(field, path), target.open("a", encoding="utf-8"):
         pass
     if not existed:
         target.unlink(missing_ok=True)
-
-
-def _target(path: Path) -> Path:
-    """The file that is written where ``path`` is, which may be a link to one that is not there yet."""
-    return Path(os.path.realpath(path))
 
 
 def parse_words(text: str) -> tuple[str, ...]:

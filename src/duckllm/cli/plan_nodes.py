@@ -14,6 +14,7 @@ from duckllm.cli.bench_common import check_save, writing_whole
 from duckllm.cli.common import tell
 from duckllm.config import available_cores, count_of, total_memory_bytes
 from duckllm.errors import ConfigError
+from duckllm.paths import check_replaceable
 
 if TYPE_CHECKING:
     from duckllm.bench.token_ceilings import LinkFacts
@@ -59,7 +60,7 @@ def check_new_file(path: Path) -> None:
     Raises:
         ConfigError: There is one already, which somebody may have changed, or it cannot be written.
     """
-    if path.suffix == ".json" or path.exists():
+    if path.suffix == ".json" or check_replaceable("write_nodes", path).exists():
         raise ConfigError("write_nodes", str(path), "the name of a TOML file that is not there yet")
     check_save(path, "write_nodes")
 

@@ -67,5 +67,6 @@ def trace(
         print_heat_maps(maps, console)
     if plot is not None:
         with writing_whole("plot", plot) as part:
-            write_plot(part, plain_title(f"{files[-1].name}: {read.facts.get('model', '')}"), maps)
+            title = plain_title(f"{files[-1].name}: {read.facts.get('model', '')}")
+            write_plot(part, plot.suffix[1:], title, maps)
         tell(f"heat maps: {plot}")

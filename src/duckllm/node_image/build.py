@@ -33,6 +33,7 @@ from duckllm.node_image.tree import (
     name_old_places,
     settle,
 )
+from duckllm.paths import check_replaceable
 
 # Cores but the first have no timer tick, no interrupts and no other work; on a single core the kernel says
 # that there are none, and goes on. A panic starts the node again. Lockdown takes ways into the kernel from
@@ -97,7 +98,8 @@ def build(out: Path, options: BuildOptions, tell: Callable[[str], None]) -> dict
 
     Raises:
         BuildError: A program failed; says which, and its last line.
-        ConfigError: A program is not there, this Python is no Debian release's, or ``config`` is wrong.
+        ConfigError: A program is not there, this Python is no Debian release's, ``config`` is wrong, or
+            something else than a file lies where one of the image is to be.
     """
     is_filled = options.packages is not None and _is_filled(options.packages)
     if options.mirror and is_filled:
@@ -107,6 +109,7 @@ def build(out: Path, options: BuildOptions, tell: Callable[[str], None]) -> dict
     suite = suite_for(this_python())
     config = _check_config(options.config)
     out.mkdir(parents=True, exist_ok=True)
+    made = {name: check_replaceable("out", out / name) for name in (KERNEL, INITRD, USB, FACTS)}
     with ended_in_order(), tempfile.TemporaryDirectory(prefix="duckllm-image-") as name:
         work = Path(name)
         debian = work / "debian" if options.packages is None else options.packages
@@ -136,8 +139,8 @@ def build(out: Path, options: BuildOptions, tell: Callable[[str], None]) -> dict
         _pack_initramfs(first, ready / INITRD)
         _pack_usb(debian, ready, config, options.epoch_s, work)
         facts = _facts(debian, ready, suite, options, missing, kernel.name.removeprefix("vmlinuz-"))
-        for path in (ready / KERNEL, ready / INITRD, ready / USB, ready / FACTS):
-            shutil.move(path, out / path.name)
+        for name, target in made.items():
+            shutil.move(ready / name, target)
     return facts
 
 

@@ -41,13 +41,13 @@ def check_plot(path: Path) -> None:
         raise MissingPackageError("matplotlib", "plot", "bench") from error
 
 
-def write_plot(path: Path, title: str, maps: HeatMaps) -> None:
-    """Draws layer x worker and layer x expert into a PNG or SVG file.
+def write_plot(path: Path, kind: str, title: str, maps: HeatMaps) -> None:
+    """Draws layer x worker and layer x expert into a PNG or SVG file, whichever ``kind`` says.
 
     Raises:
         OSError: The file cannot be written.
     """
-    draw_heat_maps(title, maps).savefig(path, format=path.suffix[1:])
+    draw_heat_maps(title, maps).savefig(path, format=kind)
 
 
 def draw_heat_maps(title: str, maps: HeatMaps) -> Figure:

@@ -20,6 +20,7 @@ from typing import Any
 
 import duckllm
 from duckllm.errors import CheckpointError, ConfigError, DiskSpaceError
+from duckllm.paths import as_path
 from duckllm.weights.architectures import layout_of
 from duckllm.weights.checkpoint import MODELOPT_FILE, Checkpoint
 from duckllm.weights.e4m3 import QuantisationError
@@ -30,6 +31,7 @@ from duckllm.weights.files import (
     FolderLock,
     free_bytes,
     hash_file,
+    is_partial,
     model_errors,
     write_atomically,
 )
@@ -154,7 +156,8 @@ def convert(
 
     Threading: any number of processes may convert into one folder; they take turns, the first does the work.
     """
-    source, destination = Path(src), Path(dst)
+    source = as_path("src", src, "a checkpoint's folder")
+    destination = as_path("dst", dst, "a folder to write")
     report = progress or (lambda stage, done, total: None)
     _check_source(source)
     with _disk_errors(destination):
@@ -249,8 +252,7 @@ def _finished(destination: Path, fingerprint: str, recipe: str) -> Manifest | No
             held = f"it holds a part of one in {state.recipe}"
             raise ConfigError(field, str(destination), wanted, held)
         return None
-    ours = (LOCK_FILE, f".{PROGRESS_FILE}{PARTIAL_SUFFIX}")
-    if any(entry.name not in ours for entry in destination.iterdir()):
+    if not all(each.name == LOCK_FILE or is_partial(each.name) for each in destination.iterdir()):
         raise ConfigError(field, str(destination), wanted, "it holds other files")
     return None
 

@@ -1,22 +1,27 @@
 """Files that appear whole or not at all, hashes of files, and a lock on a folder.
 
-Called by the converter and the model cache; knows nothing of weights.
+Called by whatever writes files; knows nothing of weights.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
+import re
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 from duckllm.errors import ModelNotFoundError
+from duckllm.paths import replaced_file
 
 LOCK_FILE = ".duck-lock"
 PARTIAL_SUFFIX = ".partial"
+_PARTIAL = re.compile(rf"\.[0-9a-f]{{12}}{re.escape(PARTIAL_SUFFIX)}")
 _CHUNK_BYTES = 4 << 20
 
 
@@ -52,18 +57,35 @@ def free_bytes(folder: Path) -> int:
 
 
 class AtomicFile:
-    """A file written beside its final name, as ``.NAME.partial``, and renamed once it is on the disk.
+    """A file written beside its final place under a short name, and renamed once it is on the disk.
 
-    Leaving the ``with`` block without :meth:`commit` removes it.
+    Leaving the ``with`` block without :meth:`commit` removes it. Only a regular file is replaced, through
+    links to it, and what replaces it keeps its mode and, where this user may give it away, its owner.
+
+    Args:
+        path: The file, or a link to it, there or not.
+        private: Whether a new file is its owner's alone.
+
+    Raises:
+        OSError: On entering, where something else than a regular file lies there, or none can be made.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.partial = path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+    def __init__(self, path: Path, *, private: bool = False) -> None:
+        self.path, self._private = path, private
         self._digest = hashlib.sha256()
 
     def __enter__(self) -> AtomicFile:
-        self._file = self.partial.open("wb", buffering=0)
+        self._target, status = replaced_file(self.path)
+        # Not after the file's own name, which may be as long as a name can be.
+        self.partial = self._target.with_name(f".{secrets.token_hex(6)}{PARTIAL_SUFFIX}")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(self.partial, flags, 0o600 if self._private or status is not None else 0o666)
+        if status is not None:
+            with contextlib.suppress(OSError):  # another user's file becomes ours
+                os.fchown(descriptor, status.st_uid, status.st_gid)
+            with contextlib.suppress(OSError):  # a file system without modes
+                os.fchmod(descriptor, status.st_mode & 0o777)
+        self._file = os.fdopen(descriptor, "wb", buffering=0)
         return self
 
     def __exit__(
@@ -91,17 +113,22 @@ class AtomicFile:
     def commit(self) -> None:
         """Gives the file its final name, durably."""
         self.sync()
-        self.partial.replace(self.path)
-        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.partial.replace(self._target)
+        folder = os.open(self._target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replaces a file's content in one step."""
-    with AtomicFile(path) as file:
+def is_partial(name: str) -> bool:
+    """Whether a file is what a killed process has left of an :class:`AtomicFile`, by its name."""
+    return _PARTIAL.fullmatch(name) is not None
+
+
+def write_atomically(path: Path, data: bytes, *, private: bool = False) -> None:
+    """Replaces a file's content in one step; arguments and errors as of :class:`AtomicFile`."""
+    with AtomicFile(path, private=private) as file:
         file.write(data)
         file.commit()
 
