@@ -101,6 +101,24 @@ def test_of_a_long_trace_the_newest_parts_are_kept(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["run.json"]
 
 
+def test_a_link_to_a_trace_stays_when_its_parts_turn_over(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    target, link = tmp_path / "disk" / "run.json", tmp_path / "link.json"
+    link.symlink_to(target)
+    target.touch(mode=0o600)
+    target.chmod(0o600)
+    check_trace(link)
+    writer, step = TraceWriter(link, LIMIT, FACTS, ()), EngineStepValues()
+    for _ in range(4000):
+        writer.step(step)
+    writer.close()
+    assert link.is_symlink()
+    parts = [earlier_part(target), target]
+    assert {each.name for each in target.parent.iterdir()} == {each.name for each in parts}
+    assert [each.stat().st_mode & 0o777 for each in parts] == [0o600, 0o600]
+    assert len(read_trace(parts).engine_new_tokens) > 2000
+
+
 KILLED = """
 import os, signal
 from pathlib import Path
@@ -256,6 +274,20 @@ def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
     check_trace(path)
     TraceWriter(path, LIMIT, FACTS, ()).close()
     assert read_trace([path]).workers == ()
+
+
+def test_a_disk_that_is_full_at_the_start_is_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    (tmp_path / "link.json").symlink_to("target.json")
+    for name in ("new.json", "link.json"):
+        with pytest.raises(ConfigError, match=r"a file that can be written \(No space left on device\)"):
+            TraceWriter(tmp_path / name, LIMIT, FACTS, ())
+    assert [each.name for each in tmp_path.iterdir()] == ["link.json"]
 
 
 def test_a_disk_that_is_full_leaves_a_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

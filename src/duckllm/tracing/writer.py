@@ -13,12 +13,13 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from duckllm import _native
 from duckllm.errors import ConfigError
+from duckllm.paths import check_replaceable
 
 DEFAULT_TRACE_BYTES = 256 << 20
 LEAST_TRACE_BYTES = 1 << 20
@@ -76,20 +77,21 @@ def check_trace(path: Path) -> None:
     """Finds out before anything is loaded whether a trace can be written there.
 
     Raises:
-        ConfigError: Its folder does not exist, it is a folder, may not be written, another run writes it, or
-            it or its earlier part is a file of something else, which is not overwritten.
+        ConfigError: Its folder does not exist, it or its earlier part is no regular file, may not be written,
+            is written by another run, or is a file of something else, which is not overwritten.
     """
-    if path.is_dir() or not path.parent.is_dir():
+    with _refusing(path):
+        is_file = not path.is_dir() and path.parent.is_dir()
+    if not is_file:
         raise ConfigError("trace", str(path), "a file in a folder that exists")
+    path = check_replaceable("trace", path)
     for part in (path, earlier_part(path)):
-        target, existed = Path(os.path.realpath(part)), part.exists()  # a link may lead to a new file
-        try:
-            with part.open("ab+") as file:
-                _lock(file.fileno())
-                file.seek(0)
-                head = file.read(len(MAGIC))
-        except OSError as error:
-            raise _refusal(part, error) from error
+        target = check_replaceable("trace", part)
+        existed = target.exists()
+        with _refusing(part), part.open("ab+") as file:
+            _lock(file.fileno())
+            file.seek(0)
+            head = file.read(len(MAGIC))
         if not existed:
             target.unlink(missing_ok=True)
         if head not in (b"", MAGIC):
@@ -111,9 +113,13 @@ def _lock(file: int) -> None:
         pass
 
 
-def _refusal(path: Path, error: OSError) -> ConfigError:
-    reason = error.strerror or str(error)
-    return ConfigError("trace", str(path), f"a file that can be written ({reason})")
+@contextlib.contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError("trace", str(path), f"a file that can be written ({reason})") from error
 
 
 class TraceWriter:
@@ -152,12 +158,16 @@ class TraceWriter:
         self._end_bytes = 0
         self._drain_at = time.perf_counter() + _DRAIN_EVERY_S
         self.on_end: Callable[[], None] = lambda: None
+        # Links to the file stay: it is the file itself that becomes the earlier part.
+        self._target = check_replaceable("trace", path)
+        self._mode: int | None = None
         try:
-            self._begin()
-            earlier_part(path).unlink(missing_ok=True)
-        except OSError as error:
+            with _refusing(path):
+                self._begin()
+                earlier_part(self._target).unlink(missing_ok=True)
+        except ConfigError:
             self._end()
-            raise _refusal(path, error) from error
+            raise
 
     def step(self, step: EngineStep) -> None:
         """Notes a step of the engine that has just ended, and writes what has come together now and then."""
@@ -217,16 +227,20 @@ class TraceWriter:
             self._file = -1
 
     def _turn_over(self) -> None:
+        self._mode = os.fstat(self._file).st_mode & 0o777
         os.close(self._file)
         self._file = -1
-        self.path.replace(earlier_part(self.path))
+        self._target.replace(earlier_part(self._target))
         self._begin()
 
     def _begin(self) -> None:
-        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        is_new = not self._target.exists()
+        self._file = os.open(self._target, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         _lock(self._file)
-        with contextlib.suppress(OSError):  # a device has no length
-            os.ftruncate(self._file, 0)
+        if self._mode is not None:  # that of the part before
+            with contextlib.suppress(OSError):
+                os.fchmod(self._file, self._mode)
+        os.ftruncate(self._file, 0)
         facts = {"start_unix_s": self._start_unix_s, **self._facts, "workers": list(self._worker_names)}
         names = [_name("process_name", HOST_PID, None, "host"), _sort(HOST_PID)]
         names.append(_name("thread_name", HOST_PID, ENGINE_TID, "engine steps"))
@@ -240,7 +254,12 @@ class TraceWriter:
         ]
         head = MAGIC + json.dumps(facts).encode() + b'},"traceEvents":[\n'
         self._end_bytes = 0
-        self._write(head + ",\n".join(names).encode())
+        try:
+            self._write(head + ",\n".join(names).encode())
+        except OSError:
+            if is_new:  # nothing is better than an empty file
+                self._target.unlink(missing_ok=True)
+            raise
 
     def _write(self, data: bytes) -> None:
         """Appends events, and an end behind them that the next ones begin over; all of them, or none.
