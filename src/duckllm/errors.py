@@ -111,7 +111,7 @@ class DuckError(Exception):
     exit_code = 1
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(without_credentials(message, HIDDEN))
+        super().__init__(_printable(without_credentials(message, HIDDEN)))
 
 
 class ConfigError(DuckError):
@@ -276,6 +276,11 @@ class WorkerLostError(ClusterError):
         super().__init__(f"worker {address} is lost{during}: {reason}")
 
 
+def _printable(text: str) -> str:
+    """The text with half characters, as a name may have them, in digits: no stream takes them as they are."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def _shortened(text: str) -> str:
     return text if len(text) <= _QUOTED else text[: _QUOTED - 3] + "..."
 
@@ -287,8 +292,8 @@ def describe_error(error: Exception) -> tuple[str, int]:
     kind, line = type(error).__name__, _shortened(str(error).strip().partition("\n")[0])
     if isinstance(error, OSError):
         name = "" if error.filename is None else f"{_shortened(os.fsdecode(error.filename))}: "
-        return without_credentials(name + (error.strerror or line or kind), HIDDEN), 1
+        return _printable(without_credentials(name + (error.strerror or line or kind), HIDDEN)), 1
     if isinstance(error, MemoryError):
         return "out of memory", 1
-    what = f"{kind}: {line}" if line else kind
+    what = f"{kind}: {_printable(line)}" if line else kind
     return f"internal error: {what} (set DUCKLLM_DEBUG=1 for the traceback, and please report it)", 70

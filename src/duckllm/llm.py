@@ -44,6 +44,7 @@ from duckllm.engine.page_files import check_folder
 from duckllm.errors import CheckpointError, ConfigError, InWords, RequestError
 from duckllm.models.registry import ModelFolder, check_context, open_model
 from duckllm.outputs import EngineMetrics, EngineState, RequestOutput, StreamOutput, WorkerTimes
+from duckllm.paths import as_path
 from duckllm.sampling_params import SamplingParams
 from duckllm.text import Tokenizer
 from duckllm.text.chat_format import chat_format
@@ -563,8 +564,10 @@ def _cache_limits(
     for field, least in (("kv_cache_bytes", 1), ("kv_memory_bytes", 0), ("kv_disk_bytes", 1)):
         if sizes[field] is not None or field == "kv_memory_bytes":
             _check_int(field, sizes[field], least)
-    if not isinstance(disk_dir, str | Path | None) or not str(disk_dir):
-        raise ConfigError("kv_disk_dir", disk_dir, "a folder's name, a Path, or None for no disk tier")
+    folder = None
+    if disk_dir is not None:
+        expected = "a folder's name, a Path, or None for no disk tier"
+        folder = as_path("kv_disk_dir", disk_dir, expected, home=True)
     if disk_bytes is not None and disk_dir is None:
         got = show_size(sizes["kv_disk_bytes"])
         raise ConfigError("kv_disk_bytes", got, "a folder for them: it needs kv_disk_dir")
@@ -572,7 +575,7 @@ def _cache_limits(
         available_memory_bytes(),
         sizes["kv_cache_bytes"],
         sizes["kv_memory_bytes"],
-        None if disk_dir is None else Path(disk_dir).expanduser(),
+        folder,
         sizes["kv_disk_bytes"],
     )
 
@@ -585,9 +588,7 @@ def _trace_file(trace: str | Path | None, limit: int | str | None) -> tuple[Path
     _check_int("trace_bytes", num_bytes, LEAST_TRACE_BYTES)
     if trace is None:
         return None, num_bytes
-    if not isinstance(trace, str | Path) or not str(trace):
-        raise ConfigError("trace", trace, "a file's name, a Path, or None for no trace")
-    path = Path(trace).expanduser()
+    path = as_path("trace", trace, "a file's name, a Path, or None for no trace", home=True)
     check_trace(path)
     return path, num_bytes
 

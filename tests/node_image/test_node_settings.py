@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.resources import files
-from pathlib import Path
 
 import pytest
 
@@ -167,7 +166,7 @@ def test_how_the_worker_is_started() -> None:
         assert "s3cret" not in " ".join(command)
         parsed = make_parser().parse_args(command[command.index("duckllm.worker") + 1 :])
         assert (parsed.listen, parsed.threads, parsed.allow) == ("0.0.0.0:7500", 3, ["10.0.0.1", "10.0.0.2"])
-        assert parsed.token_file == Path("/run/worker/token")
+        assert parsed.token_file == "/run/worker/token"
         assert (parsed.cache, parsed.copy) == (has_cache, has_cache)
         assert parsed.cache_bytes == ("2GiB" if has_cache else None)
         assert parsed.announce

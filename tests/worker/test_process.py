@@ -382,4 +382,4 @@ def test_whatever_goes_wrong_a_session_tells_the_host_and_does_not_raise(
             sessions.serve(theirs, "a host")
         answer = read_error(ours)
     assert answer is not None
-    assert answer[1] == "??[2J" + "x" * (4000 - 3 - 5) + "..."
+    assert answer[1] == r"\ud800?[2J" + "x" * (4000 - 3 - 10) + "..."

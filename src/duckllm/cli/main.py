@@ -29,6 +29,7 @@ from duckllm.cli.bench import bench
 from duckllm.cli.convert import convert
 from duckllm.cli.inspect import inspect
 from duckllm.cli.node_image import node_image
+from duckllm.cli.path_options import check_paths
 from duckllm.cli.plan import plan
 from duckllm.cli.terminal import printable, wrapped
 from duckllm.cli.worker import worker
@@ -142,6 +143,11 @@ app.command("worker", epilog=_WORKER_EXAMPLES)(worker)
 _NODE_IMAGE = "Build and hand out the bootable image of a node."
 app.add_typer(node_image, name="node-image", short_help=_NODE_IMAGE)
 app.add_typer(bench, short_help="Measure a machine, kernels, a model, a server.")
+
+for _verbs in (app, node_image, bench):
+    for _command in _verbs.registered_commands:
+        if _command.callback is not None:
+            check_paths(_command.callback)
 
 
 def main() -> NoReturn:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from duckllm.config import is_utf8
 from duckllm.errors import ConfigError, InWords
+from duckllm.paths import as_path
 
 TOKEN_VARIABLE = "DUCKLLM_CLUSTER_TOKEN"
 MAX_TOKEN_BYTES = 4096
@@ -42,10 +43,10 @@ def read_secret(field: str, file_name: str | Path, what: str) -> str:
         what: What it holds, for the message about an empty one.
 
     Raises:
-        ConfigError: The file cannot be read, or holds nothing or more than 4096 bytes.
+        ConfigError: It is no path, the file cannot be read, or holds nothing or more than 4096 bytes.
     """
+    path = as_path(field, file_name, "a readable file")
     try:
-        path = Path(file_name)
         with path.open("rb") as file:  # a device, or the wrong file, may never end
             content = file.read(MAX_TOKEN_BYTES + 1)
             is_open = bool(os.fstat(file.fileno()).st_mode & (stat.S_IRGRP | stat.S_IROTH))

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from duckllm.errors import CheckpointError, ConfigError, show_value
+from duckllm.paths import as_path
 from duckllm.weights.e4m3 import F32
 from duckllm.weights.files import hash_file
 from duckllm.weights.layout import ModelLayout
@@ -47,9 +48,9 @@ class ImportanceFile:
 
         Raises:
             CheckpointError: The file cannot be read, or is malformed; a mean is negative or not finite.
-            ConfigError: It is no calibration file, or one of another model.
+            ConfigError: It is no path, no calibration file, or one of another model.
         """
-        path = Path(path)
+        path = as_path("importance", path, "a file of duckllm calibrate")
         tensors = read_header(path)
         metadata = _metadata(path)
         if metadata.get("format") != FORMAT:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from duckllm.demo import CHECKPOINT
-from duckllm.errors import ConfigError, ModelNotFoundError
+from duckllm.errors import ConfigError, ModelNotFoundError, show_value
+from duckllm.paths import path_problem
 from duckllm.weights.architectures import layout_of
 from duckllm.weights.cache_folder import cache_folder
 from duckllm.weights.checkpoint import Checkpoint, load_json, read_quantisation
@@ -72,8 +73,10 @@ def find_model(
         DiskSpaceError: No room for a download.
         MissingPackageError: A model on the hub, without huggingface_hub.
     """
-    if model is not None and not str(model):
-        raise ModelNotFoundError("model: got an empty name, expected a folder or a model on the hub")
+    if model is not None and (problem := path_problem(str(model))):
+        got = show_value(str(model)) if str(model) else "an empty name"
+        why = f" ({problem})" if str(model) else ""
+        raise ModelNotFoundError(f"model: got {got}, expected a folder or a model on the hub{why}")
     try:
         is_demo = is_demo_name(model)
         folder = CHECKPOINT if is_demo or model is None else Path(model).expanduser()

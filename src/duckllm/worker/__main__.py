@@ -9,13 +9,13 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from duckllm.cluster.frames import safe_text
 from duckllm.cluster.token import read_token
 from duckllm.config import parse_size
 from duckllm.errors import describe_error
+from duckllm.paths import as_path
 from duckllm.worker.config import WorkerConfig
 from duckllm.worker.server import run_worker, write_line
 
@@ -34,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The command line; nearly every flag is a field of :class:`WorkerConfig`."""
     parser = _Parser("python -m duckllm.worker", description="Serve a slice of a model's experts.")
     parser.add_argument("--listen", help="address to listen on, name:port")
-    parser.add_argument("--model", type=Path, help="this worker's own converted model folder")
+    parser.add_argument("--model", help="this worker's own converted model folder")
     parser.add_argument(
         "--threads", type=int, default=_DEFAULTS.threads, help="compute threads, 0 for all cores"
     )
@@ -47,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="auto, fp9 or fp8, or another format that the model is stored in",
     )
     parser.add_argument("--prefill", default=_DEFAULTS.prefill, help="f32 or bf16, for experts of many rows")
-    parser.add_argument("--cache-dir", type=Path, help="folder of the node cache")
+    parser.add_argument("--cache-dir", help="folder of the node cache")
     parser.add_argument("--cache-bytes", help="most bytes in it, like 40GiB")
     parser.add_argument("--no-cache", dest="cache", action="store_false", help="keep no shards on the disk")
     parser.add_argument("--speed", type=float, help="GB/s that this node reads; 0 says nothing of it")
@@ -55,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--announce", action="store_true", help="tell hosts of this worker by multicast DNS")
     parser.add_argument("--node-name", help="name that this node goes by, else the system's")
     parser.add_argument("--allow", action="append", help="an address that may connect; else any")
-    parser.add_argument("--token-file", type=Path, help="file that holds the cluster token")
+    parser.add_argument("--token-file", help="file that holds the cluster token")
     for name in ("handshake", "frame", "send"):
         parser.add_argument(
             f"--{name}-timeout-s", type=float, default=getattr(_DEFAULTS, f"{name}_timeout_s")
@@ -81,6 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if flags["cache_bytes"] is not None:
             flags["cache_bytes"] = parse_size("cache_bytes", flags["cache_bytes"])
+        for field in ("model", "cache_dir"):
+            if flags[field] is not None:
+                flags[field] = as_path(field, flags[field], "a folder")
         flags["allow"] = tuple(flags["allow"] or ())
         flags["shared_memory"] = tuple(flags["shared_memory"])
         run_worker(WorkerConfig(token=read_token(token_file), **flags), json_output=json_output)

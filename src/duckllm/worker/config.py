@@ -10,6 +10,7 @@ from duckllm.cluster.discovery_announcement import node_name
 from duckllm.cluster.token import TOKEN_VARIABLE
 from duckllm.config import FORMAT_CHOICES, MAX_THREADS, MAX_TIMEOUT_S, PREFILLS, available_cores, is_utf8
 from duckllm.errors import ConfigError, InWords
+from duckllm.paths import path_problem
 
 DEFAULT_LISTEN = "127.0.0.1:7411"
 ANNOUNCED_LISTEN = "0.0.0.0:7411"  # of a worker that is to be found
@@ -81,8 +82,10 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.listen, str | None):
             raise ConfigError("listen", self.listen, "an address, name:port")
-        if not isinstance(self.model, Path | None):
-            raise ConfigError("model", self.model, "a path, or None")
+        for field in ("model", "cache_dir"):
+            value = getattr(self, field)
+            if not isinstance(value, Path | None) or (value is not None and path_problem(str(value))):
+                raise ConfigError(field, value, "a path, or None")
         for field, least, most, meaning in (
             ("threads", 0, MAX_THREADS, "0 (every core)"),
             ("spin_us", -1, 1_000_000, "-1 (decide by the cores)"),
@@ -124,8 +127,6 @@ class WorkerConfig:
             raise ConfigError("cluster_token", None, expected, f"--token-file FILE or ${TOKEN_VARIABLE}")
 
     def _check_cache(self) -> None:
-        if not isinstance(self.cache_dir, Path | None):
-            raise ConfigError("cache_dir", self.cache_dir, "a path, or None")
         if self.cache_bytes is not None and (type(self.cache_bytes) is not int or self.cache_bytes < 1):
             raise ConfigError("cache_bytes", self.cache_bytes, "a whole number from 1, or None")
         for field in ("cache_dir", "cache_bytes"):
