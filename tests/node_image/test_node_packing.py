@@ -25,7 +25,7 @@ from duckllm.node_image.packages import (
     suite_for,
     wanted_modules,
 )
-from duckllm.node_image.tree import compile_library, copy_initramfs, name_old_places, settle
+from duckllm.node_image.tree import PARTS, compile_library, copy_initramfs, name_old_places, settle
 
 DEPENDENCIES = """\
 kernel/net/core/a.ko:
@@ -34,6 +34,16 @@ kernel/drivers/ptp/ptp.ko: kernel/drivers/pps/pps-core.ko
 kernel/drivers/pps/pps-core.ko:
 kernel/fs/nls/nls_iso8859-1.ko.xz:
 """
+
+
+def test_a_node_gets_every_part_of_the_package_that_a_worker_imports() -> None:
+    code = "import sys, duckllm.worker.__main__; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    names = [name.split(".") for name in done.stdout.split()]
+    parts = {name[1] for name in names if name[0] == "duckllm" and len(name) > 1} - {"_native"}
+    assert {"worker", "errors"} <= parts <= {name.removesuffix(".py") for name in PARTS}
 
 
 def needs(*programs: str) -> pytest.MarkDecorator:

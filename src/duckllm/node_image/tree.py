@@ -40,9 +40,9 @@ _APPLETS = ("cat", "dmesg", "free", "ip", "ls", "mount", "netstat", "ping", "ps"
 # What the worker announces itself with, if it is installed here: the extra [discover].
 ANNOUNCING = ("zeroconf", "ifaddr")
 # Of this package: the worker, what stands below it in ARCHITECTURE.md's list, and what starts it on a node.
-_PARTS = [
+PARTS = [
     "worker", "cluster", "weights", "text", "node_image", "__init__.py", "__main__.py", "outputs.py",
-    "sampling_params.py", "device.py", "config.py", "prefill.py", "errors.py", "py.typed",
+    "sampling_params.py", "device.py", "config.py", "prefill.py", "paths.py", "errors.py", "py.typed",
 ]  # fmt: skip
 # Of NumPy: what only those need who test it or compile against it, and transforms.
 _NUMPY_UNUSED = (
@@ -187,7 +187,7 @@ def _copy_packages(target: Path) -> None:
     [source] = [Path(path) for path in duckllm.__path__ if (Path(path) / "__init__.py").exists()][:1]
     package = target / "duckllm"
     package.mkdir()
-    for name in _PARTS:
+    for name in PARTS:
         if (source / name).is_dir():
             shutil.copytree(source / name, package / name, ignore=unused)
         else:
