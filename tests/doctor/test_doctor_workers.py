@@ -296,7 +296,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 0
     advice = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
     assert f"this machine, huge pages: {advice}\n" in out  # whole, on one line
-    assert "0 problems, 1 warnings, 0 unknown" in out
+    assert "0 problems, 1 warning, 0 unknown" in out
     with running_worker(tmp_path, "--speed", "9") as worker:
         code, out = run("--workers", f"{worker.address},127.0.0.1:1", "--json")
     findings = json.loads(out)["findings"]

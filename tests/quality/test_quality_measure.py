@@ -304,7 +304,7 @@ def test_the_command_prints_one_json_object(demo_folder: Path, tmp_path: Path) -
         (["--formats", "fp7"], "formats"),
         (["--formats", "fp8", "--keep", "fp8:mtp"], "keep"),
         (["--formats", "fp8", "--importance", "/nowhere/at/all"], "importance"),
-        (["--formats", "int8"], "format"),
+        (["--formats", "int8"], "formats"),
         (["--reference", "fp8,fp9"], "reference"),
         (["--reference", "fp7"], "reference"),
         (["--tokens", "0"], "tokens"),
@@ -364,13 +364,24 @@ def test_formats_that_round_are_converted_once_and_lose_a_little(
     assert folders.items() <= kept.items()
 
     folder = next(path for path in (tmp_path / "cache").iterdir() if path.name.endswith("-int8"))
-    done = runner.invoke(app, ["quality", str(folder), "--formats", "int4"])
-    assert isinstance(done.exception, ConfigError)
-    assert done.exception.field == "format"
-    # Nothing is rounded to these: they come from checkpoints that have them.
-    for name in ("int4-zero", "mxfp4"):
-        with pytest.raises(ConfigError, match=f"format: got {name}, expected fp9, .*int8, int4, int4-bf16"):
-            FormatFolders(demo_checkpoint).find([name])
+    with monkeypatch.context() as patch:  # before anything is opened or converted
+        patch.setattr("duckllm.quality.variants.open_model", lambda *arguments: pytest.fail("opened"))
+        for option in ("formats", "reference"):
+            done = runner.invoke(app, ["quality", str(folder), f"--{option}", "int4"])
+            assert isinstance(done.exception, ConfigError)
+            assert str(done.exception).startswith(f"{option}: got 'int4', expected int8, as this model is")
+            # Nothing is rounded to these: they come from checkpoints that have them.
+            for name in ("int3", "int4-zero", "mxfp4"):
+                done = runner.invoke(app, ["quality", str(demo_checkpoint), f"--{option}", name])
+                assert isinstance(done.exception, ConfigError)
+                assert str(done.exception).startswith(
+                    f"{option}: got '{name}', expected some of fp9, fp8, int8, int4, int4-bf16, with"
+                )
+    with pytest.raises(ConfigError, match="keep: got 'none', expected nothing with a converted model"):
+        FormatFolders(folder, ("none",)).find(["int8"])
+    done = runner.invoke(app, ["quality", str(folder), *quick[2:]])
+    assert done.exit_code == 0, done.output
+    assert "nothing is compared: int8 alone is measured; the checkpoint that" in done.stderr
     # Mostly fp8, but not all of it: what it holds is compared with nothing that it could be made into.
     mixed = tmp_path / "mixed"
     convert(demo_checkpoint, mixed, weight_format="int4", keep=["fp8:first,last,mtp"])
@@ -380,6 +391,9 @@ def test_formats_that_round_are_converted_once_and_lose_a_little(
         FormatFolders(mixed).find(["fp8", "fp9"])
     [alone] = FormatFolders(mixed).find(["fp8"])
     assert (alone.weight_format, alone.layers) == ("auto", "fp8, int4 in layers 2-4")
+    assert alone.name == "fp8+int4"
+    shown = runner.invoke(app, ["inspect", str(mixed)]).stdout.splitlines()
+    assert [line.split()[0] for line in shown if line.startswith("fp8")] == ["fp8+int4", "fp8,"]
 
     done = runner.invoke(app, ["calibrate", str(folder), "-o", str(recorded)])
     assert isinstance(done.exception, ConfigError)

@@ -22,6 +22,7 @@ from duckllm.simulate.measure import (
 )
 from duckllm.simulate.nodes import ExpertLayers, Node
 from duckllm.simulate.pattern import partial_sum
+from duckllm.simulate.report import describe_bend
 
 MODEL = ExpertLayers(
     hidden_size=200,
@@ -202,6 +203,12 @@ def test_bends_are_where_steps_are_shortest() -> None:
     assert bend.flock_workers == 25
     assert bend.host_workers < 8
     assert bend.host_us > bend.flock_us
+    assert (bend.is_between, bend.nearest_measured) == (True, 2)
+    assert "not measured" not in describe_bend(bend)
+    # Of one point alone nothing is known of fewer workers but its cost, which is said.
+    (bend,) = find_bends(MODEL, NODE, costly[-1:], 0.0)
+    assert (bend.is_between, bend.nearest_measured) == (False, 16)
+    assert "us, not measured, by the host's cost of a worker at 16; nodes" in describe_bend(bend)
 
 
 def test_more_workers_than_stripes_are_refused() -> None:

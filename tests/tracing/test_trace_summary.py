@@ -181,6 +181,9 @@ def test_the_largest_part_is_named_with_who_is_waited_for() -> None:
     assert verdict(busy).startswith("Most of it, 100%, is dispatch: ")
     assert "answers last" not in verdict(busy)
     assert {*summary.parts_ms} == {*MEANINGS}
+    host = replace(summary, parts_ms=summary.parts_ms | {"host computes": summary.engine_ms})
+    assert "experts" not in verdict(host)
+    assert "and the experts, which are in this process" in verdict(replace(host, workers=()))
     assert verdict(replace(summary, parts_ms=dict.fromkeys(MEANINGS, 0.0))) == "No time was traced."
 
 

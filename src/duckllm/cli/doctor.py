@@ -18,6 +18,7 @@ from duckllm.cli.common import Waiting, parse_workers, refuse_unused
 from duckllm.cli.discover import DiscoverOption, check_undiscovered, discover
 from duckllm.cli.model_options import DiscoverWait, MinWorkers
 from duckllm.cli.terminal import printable
+from duckllm.config import count_of
 from duckllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -103,7 +104,10 @@ def doctor(
         print(json.dumps({"problems": counts["problem"], "warnings": counts["warning"], "findings": shown}))
     else:
         show(findings)
-        print(f"{counts['problem']} problems, {counts['warning']} warnings, {counts['unknown']} unknown")
+        print(
+            f"{count_of(counts['problem'], 'problem')}, {count_of(counts['warning'], 'warning')}, "
+            f"{counts['unknown']} unknown"
+        )
     if counts["problem"]:
         raise typer.Exit(1)
 

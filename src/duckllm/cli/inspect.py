@@ -63,6 +63,7 @@ def facts_of(model: Inspection) -> dict[str, Any]:
         )
         return max(node.need_bytes for node in plan.nodes)
 
+    stored = model.formats_in(model.weight_format) if model.weight_format else {}
     return {
         "folder": str(model.folder),
         "kind": model.kind,
@@ -70,7 +71,8 @@ def facts_of(model: Inspection) -> dict[str, Any]:
         "model_type": layout.model_type,
         "stored": model.dtype,
         "format": model.weight_format,
-        "layer_formats": in_words(model.formats_in(model.weight_format)) if model.weight_format else None,
+        "formats": sorted(set(stored.values())),
+        "layer_formats": in_words(stored) if model.weight_format else None,
         "scale_layout": model.scale_layout,
         "num_weights": model.num_weights,
         "active_weights": model.active_weights,
@@ -143,9 +145,11 @@ def describe(facts: dict[str, Any]) -> str:
         + " nodes"
     )
     for name, sizes in facts["experts_by_format"].items():
+        # Formats to choose from go by the word that asks for them; a converted model is what it holds.
+        label = "+".join(facts["formats"]) or name
         each = "".join(f"{show_size(size):>12}" for size in sizes["bytes_by_nodes"].values())
         together, a_token = show_size(sizes["bytes"]), show_size(sizes["bytes_per_token"])
-        lines.append(f"{name:<15}{together:>12}{a_token:>12}{'':>10}{each}")
+        lines.append(f"{label:<15}{together:>12}{a_token:>12}{'':>10}{each}")
     mixed = [sizes["layers"] for sizes in facts["experts_by_format"].values()]
     lines += [words for name, words in zip(facts["experts_by_format"], mixed, strict=True) if words != name]
     if facts["mtp_layers"]:

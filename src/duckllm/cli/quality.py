@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from duckllm.cli.bench_common import CellProgress, append_line, check_environment, check_save, parse_words
-from duckllm.cli.common import Waiting, parse_workers, refuse_unused
+from duckllm.cli.common import Waiting, parse_workers, refuse_unused, tell
 from duckllm.cli.model_options import ModelArgument
 from duckllm.cli.plan_forecast import Forecasting
 from duckllm.cluster.token import read_token
-from duckllm.config import WEIGHT_FORMATS, available_cores
+from duckllm.config import available_cores
 from duckllm.errors import ConfigError, InWords
 
 if TYPE_CHECKING:
@@ -141,13 +141,16 @@ def quality(
     from duckllm.quality.measure import Measurement, Variant
     from duckllm.quality.report import table, to_json
     from duckllm.quality.texts import check_readable
-    from duckllm.quality.variants import FormatFolders
+    from duckllm.quality.variants import FormatFolders, check_formats, possible_formats
+    from duckllm.weights.resolve import find_model
 
     check_environment()
-    names = parse_formats("formats", formats)
-    own = parse_formats("reference", reference)
+    names, own = parse_words(formats), parse_words(reference)
     if len(own) > 1:
         raise ConfigError("reference", reference, "one format")
+    possible = possible_formats(inspect_model(find_model(model, whole=False).folder))
+    check_formats("formats", names, possible)
+    check_formats("reference", own, possible)
     for field, value, most in (
         ("tokens", tokens, _MOST_TOKENS),
         ("reply_tokens", reply_tokens, _MOST_REPLY),
@@ -205,6 +208,9 @@ def quality(
         if not is_exact or (exact and folder.rounds_activations)
     ]
 
+    if len(chosen) == 1:  # before it takes its time
+        tell(f"nothing is compared: {found[0].name} alone is measured; {folders.others}")
+
     with CellProgress() as progress:
         measurement = Measurement(passages, reply_tokens, every if suite else 0, progress)
         measured = measurement.run([opener(*each) for each in chosen])
@@ -238,21 +244,7 @@ def quality(
             f"{available_cores()} cores"
         )
         print("\n".join(table(measured, predicted, measurement.num_questions)))
-        if len(measured) == 1:
-            print(f"nothing was compared: {first} alone; {folders.others}")
     append_line(json.dumps(outcome), save)
-
-
-def parse_formats(field: str, text: str) -> tuple[str, ...]:
-    """The formats of ``"fp8,fp9"``; none of an empty text.
-
-    Raises:
-        ConfigError: There is no such format.
-    """
-    names = parse_words(text)
-    if any(name not in WEIGHT_FORMATS for name in names):
-        raise ConfigError(field, text, "some of " + ", ".join(WEIGHT_FORMATS) + ", with commas between")
-    return names
 
 
 def is_demo_model(model: ModelFolder) -> bool:

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from duckllm.errors import ConfigError, InWords
+from duckllm.config import LOSSLESS_FORMATS
+from duckllm.errors import ConfigError
+from duckllm.models.inspection import Inspection, inspect_model
 from duckllm.models.registry import ModelFolder, open_model
 from duckllm.weights.formats import FORMATS, is_lossless
-from duckllm.weights.layer_formats import QUANTISED_FORMATS, in_words
+from duckllm.weights.layer_formats import QUANTISED_FORMATS, in_words, joined, main_format
 from duckllm.weights.manifest import MANIFEST_FILE
 from duckllm.weights.resolve import find_model
 
@@ -20,12 +22,37 @@ from duckllm.weights.resolve import find_model
 DEFAULTS = ("fp8", "int8", "int4")
 
 
+def possible_formats(found: Inspection) -> tuple[str, ...]:
+    """Formats that a model can be had and compared in: one where its experts are rounded already."""
+    stored = found.formats_in(found.weight_format or "auto")
+    if not all(map(is_lossless, stored.values())):
+        return (main_format(stored),)
+    return LOSSLESS_FORMATS if found.weight_format else (*LOSSLESS_FORMATS, *QUANTISED_FORMATS)
+
+
+def check_formats(field: str, names: Sequence[str], possible: Sequence[str]) -> None:
+    """Refuses formats that a model cannot be had in.
+
+    Raises:
+        ConfigError: Names those that it can, as :func:`possible_formats` has them.
+    """
+    if all(name in possible for name in names):
+        return
+    if len(possible) == 1:
+        expected = (
+            f"{possible[0]}, as this model is; the checkpoint that it was made from may be had in others"
+        )
+    else:
+        expected = f"some of {', '.join(possible)}, with commas between"
+    raise ConfigError(field, ",".join(names), expected)
+
+
 @dataclass(frozen=True)
 class FormatFolder:
     """A model in a format.
 
     Args:
-        name: The format.
+        name: The format; of a model that is stored in several all of them.
         model: Its folder.
         weight_format: What :class:`duckllm.LLM` is told to compute in.
     """
@@ -68,6 +95,7 @@ class FormatFolders:
         # As it is, not only most of its layers.
         self._is_lossless = all(map(is_lossless, self.base.manifest.layer_formats().values()))
         self._is_converted = (find_model(model).folder / MANIFEST_FILE).is_file()
+        self._possible = possible_formats(inspect_model(find_model(model).folder))
 
     @property
     def reference(self) -> str:
@@ -104,6 +132,13 @@ class FormatFolders:
             raise ConfigError("importance", str(self._importance), expected)
         if self._keep is not None and all(map(is_lossless, names)):
             raise ConfigError("keep", ",".join(self._keep), "nothing with formats that lose nothing")
+        check_formats("formats", names, self._possible)
+        if self._is_converted:
+            asked = {"keep": self._keep, "importance": self._importance}
+            for field, value in asked.items():
+                if value is not None:
+                    shown = str(value) if isinstance(value, Path) else ",".join(value)
+                    raise ConfigError(field, shown, "nothing with a converted model, which is as it is")
         return [self._folder(name) for name in names]
 
     def _folder(self, name: str) -> FormatFolder:
@@ -113,12 +148,5 @@ class FormatFolders:
         importance = self._importance if FORMATS[name].grouped else None
         keep = None if is_lossless(name) else self._keep
         if name == base.manifest.format and keep is None and importance is None:
-            return FormatFolder(name, base, "auto")
-        if self._is_converted:
-            expected = f"{base.manifest.format}, as {base.path} is, or the checkpoint it was made from"
-            raise ConfigError("format", InWords(name), expected)
-        if name not in QUANTISED_FORMATS:
-            others = ", ".join(QUANTISED_FORMATS)
-            expected = f"{base.manifest.format}, as the checkpoint is, or what it can be rounded to: {others}"
-            raise ConfigError("format", InWords(name), expected)
+            return FormatFolder(joined(base.manifest.layer_formats().values()) or name, base, "auto")
         return FormatFolder(name, open_model(self._model, name, keep, importance), "auto")

@@ -75,6 +75,9 @@ class Bend:
         flock_us: The step then.
         host_workers: With the host's CPU time too.
         host_us: The step then.
+        nearest_measured: The measured number of workers that is nearest to those: where they lie outside of
+            all measured ones, the host's cost is of it.
+        is_between: Whether they lie among the measured ones.
     """
 
     num_tokens: int
@@ -82,6 +85,8 @@ class Bend:
     flock_us: float
     host_workers: int
     host_us: float
+    nearest_measured: int
+    is_between: bool
 
 
 @dataclass(frozen=True)
@@ -269,7 +274,10 @@ def find_bends(
             cost = _cost_of(known, num_workers)
             host.append((step_us(model, nodes, num_tokens, host_gbit_per_s, cost), num_workers))
         (flock_us, flock_workers), (host_us, host_workers) = min(flock), min(host)
-        bends.append(Bend(num_tokens, flock_workers, flock_us, host_workers, host_us))
+        measured = [point.num_workers for point in known]
+        nearest = min(measured, key=lambda count: abs(count - host_workers))
+        is_between = measured[0] <= host_workers <= measured[-1]
+        bends.append(Bend(num_tokens, flock_workers, flock_us, host_workers, host_us, nearest, is_between))
     return bends
 
 

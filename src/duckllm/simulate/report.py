@@ -51,9 +51,11 @@ def print_points(
 
 def describe_bend(bend: Bend) -> str:
     """Where a step gets no faster, in words."""
+    outside = f", not measured, by the host's cost of a worker at {bend.nearest_measured}"
     return (
         f"{_rows(bend.num_tokens)}: fastest with {count_of(bend.host_workers, 'worker')}, "
-        f"{bend.host_us:.0f} us; nodes and links alone with {bend.flock_workers}, {bend.flock_us:.0f} us"
+        f"{bend.host_us:.0f} us{'' if bend.is_between else outside}; "
+        f"nodes and links alone with {bend.flock_workers}, {bend.flock_us:.0f} us"
     )
 
 

@@ -31,6 +31,13 @@ MEANINGS = {
 }
 
 
+# What that is of where nobody else computes.
+_HOST_ALONE = (
+    "attention, dense layers, logits, and the experts, which are in this process. A faster host, a GPU for "
+    "its part, or workers for the experts shorten it."
+)
+
+
 def print_summary(summary: Summary, console: Console, num_layers: int) -> None:
     """Where the time went: by part, by lane, by worker, by layer, and what was unusual."""
     steps = f"{summary.num_steps} steps at {count_of(len(summary.workers), 'worker')}"
@@ -47,7 +54,7 @@ def print_summary(summary: Summary, console: Console, num_layers: int) -> None:
     if summary.lanes:
         console.print(_lanes(summary))
     if not summary.workers:
-        console.print("No workers: the experts were computed in this process.")
+        console.print("No workers: no step's parts are known, as the host computes all of it.")
         return
     console.print(_workers(summary))
     for number, worker in enumerate(summary.workers[:_MOST_NAMES]):
@@ -69,7 +76,8 @@ def verdict(summary: Summary) -> str:
     part, ms = max(summary.parts_ms.items(), key=lambda each: each[1])
     if not ms or not summary.engine_ms:
         return "No time was traced."
-    words = f"Most of it, {ms / summary.engine_ms:.0%}, is {part}: {MEANINGS[part]}"
+    meaning = _HOST_ALONE if part == "host computes" and not summary.workers else MEANINGS[part]
+    words = f"Most of it, {ms / summary.engine_ms:.0%}, is {part}: {meaning}"
     last = [worker.last_share for worker in summary.workers]
     if part.startswith("wait: ") and len(last) > 1 and max(last) >= _STRAGGLES / len(last):
         slowest = last.index(max(last))

@@ -157,6 +157,11 @@ def main_format(formats: Mapping[int, str]) -> str:
     return Counter(formats.values()).most_common(1)[0][0] if formats else LOSSLESS_FORMATS[0]
 
 
+def joined(names: Iterable[str]) -> str:
+    """``"fp8+int4"``: formats that layers are in as one word, each once."""
+    return "+".join(sorted(set(names)))
+
+
 def in_words(formats: Mapping[int, str]) -> str:
     """``"int4"``, or ``"int4, fp8 in layers 3-5 and 61"``: the formats of layers for people."""
     main = main_format(formats)
