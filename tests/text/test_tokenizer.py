@@ -154,6 +154,8 @@ def test_a_template_that_fails_is_a_typed_error(
         ("tokenizer_config", "added_tokens_decoder", [1], "an object of tokens by id"),
         ("tokenizer_config", "add_bos_token", "yes", "true or false"),
         ("tokenizer_config", "tokenizer_class", [1], "text"),
+        ("special_tokens_map", "eos_token", 5, "text, or an object with content"),
+        ("config", "model_type", [1], "text"),
         ("generation_config", "eos_token_id", {"a": 1}, "a token id, or a list of them"),
         ("generation_config", "eos_token_id", [[1]], "a token id, or a list of them"),
         ("generation_config", "eos_token_id", "1", "a token id, or a list of them"),
@@ -163,10 +165,18 @@ def test_a_template_that_fails_is_a_typed_error(
 def test_a_field_of_another_kind_is_named_with_its_file(
     copy: Path, name: str, field: str, value: object, expected: str
 ) -> None:
+    if name == "special_tokens_map":
+        (copy / f"{name}.json").write_text("{}")
     edit(copy / f"{name}.json", **{field: value})
     with pytest.raises(CheckpointError) as caught:
         Tokenizer(copy)
     assert str(caught.value).startswith(f"{copy / name}.json: {field}: got {value!r}, expected {expected}")
+
+
+def test_a_template_that_is_no_text_is_named(copy: Path) -> None:
+    (copy / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja: expected text in UTF-8, got .*0xff"):
+        Tokenizer(copy)
 
 
 def test_templates_by_name_are_read(copy: Path) -> None:

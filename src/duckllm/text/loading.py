@@ -34,13 +34,14 @@ def load_tokenizer(folder: Path) -> Any:
     if rank_file is None and not any((folder / name).is_file() for name in _FILES):
         raise ModelNotFoundError(f"model: {folder} has no tokenizer, expected tokenizer.json in it")
     config = _read_config(folder / "tokenizer_config.json")
+    _read_config(folder / "special_tokens_map.json")  # of older folders, which transformers reads
+    model_type = _read_config(folder / "config.json").get("model_type")
+    template = _template_file(folder)
     with quiet_transformers():
         try:
             if rank_file is not None:
-                inner = build_tokenizer(
-                    rank_file, config, read_json_object(folder / "config.json").get("model_type")
-                )
-                inner.chat_template = _chat_template(folder, config)
+                inner = build_tokenizer(rank_file, config, model_type)
+                inner.chat_template = _chat_template(config) if template is None else template
             else:
                 inner = _from_transformers(folder, whole=has_json and "auto_map" in config)
         except DuckError:
@@ -70,7 +71,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """A tokenizer's configuration, its fields of the kinds that are read; null is as if one were absent."""
+    """A file about the tokenizer, its fields of the kinds that are read; null is as if one were absent."""
     config = read_json_object(path)
     for field, value in config.items():
         if value is None or field not in _KINDS:
@@ -103,7 +104,7 @@ def _is_template(value: object) -> bool:
 _Kind = tuple[Callable[[object], bool], str]
 _TOKEN: _Kind = (_is_token, "text, or an object with content")
 _FLAG: _Kind = (lambda value: isinstance(value, bool), "true or false")
-# What each field of tokenizer_config.json must be that is read, here or by transformers.
+# What each field must be that is read, here or by transformers.
 _KINDS: dict[str, _Kind] = {
     **dict.fromkeys([f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")], _TOKEN),
     **dict.fromkeys(("add_bos_token", "add_eos_token", "add_prefix_space"), _FLAG),
@@ -112,7 +113,7 @@ _KINDS: dict[str, _Kind] = {
         "a list of tokens, each text or an object with content",
     ),
     "added_tokens_decoder": (lambda value: isinstance(value, dict), "an object of tokens by id"),
-    "tokenizer_class": (lambda value: isinstance(value, str), "text"),
+    **dict.fromkeys(("tokenizer_class", "model_type"), (lambda value: isinstance(value, str), "text")),
     "chat_template": (_is_template, "text, or a list of objects with name and template"),
 }
 
@@ -132,10 +133,16 @@ def _from_transformers(folder: Path, *, whole: bool) -> Any:
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
 
 
-def _chat_template(folder: Path, config: dict[str, Any]) -> Any:
-    """The template's source, or several by name; a file goes before the configuration."""
+def _template_file(folder: Path) -> str | None:
+    """The template that is a file of its own, and goes before the configuration's, where there is one."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path}: expected text in UTF-8, got {first_line(error)}") from error
+
+
+def _chat_template(config: dict[str, Any]) -> Any:
+    """The template's source, or several by name."""
     found = config.get("chat_template")
     return {each["name"]: each["template"] for each in found} if isinstance(found, list) else found
