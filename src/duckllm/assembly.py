@@ -15,7 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from duckllm.assembly_experts import ClusterInfo, ExpertsView, experts_here, experts_on_workers, with_layers
+from duckllm.assembly_experts import (
+    ClusterInfo,
+    ExpertsView,
+    experts_here,
+    experts_on_workers,
+    warn_of_turns,
+    with_layers,
+)
 from duckllm.cluster import open_cluster
 from duckllm.config import ClusterConfig, StepConfig, available_cores, show_size, total_memory_bytes
 from duckllm.device import CPU, Device, find_device
@@ -120,6 +127,7 @@ def begin_workers(
     """
     if config.kind == "local":
         check_prefill(config.prefill, select_isa())
+        warn_of_turns("threads_per_worker", config.threads_per_worker)
     slices = asked_slices(model, config)  # before the processes start
     num_layers = model.num_layers + drafts(model, step_config)
     cluster = stack.enter_context(open_cluster(config))
@@ -287,6 +295,7 @@ def build_engine(
     length = memory.max_model_len
     tensors = HostTensors(model.path)
     on = torch.device(device.name)
+    warn_of_turns("host_threads", host_threads)
     torch.set_num_threads(host_threads or _host_threads(tensors))
     if cluster is None:
         experts, view = experts_here(model.manifest, config, on)

@@ -5,13 +5,14 @@ Called by :mod:`duckllm.assembly`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from duckllm import _native
-from duckllm.config import ClusterConfig, available_cores
+from duckllm.config import ClusterConfig, available_cores, words_on_turns
 from duckllm.outputs import WorkerTimes
 from duckllm.transport.transport import Transport
 from duckllm.weights.formats import is_lossless
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from duckllm.transport.flock import Flock
     from duckllm.weights.manifest import Manifest
 
+_log = logging.getLogger("duckllm")
 _LANES = 2  # of a step, at most
 
 
@@ -97,6 +99,13 @@ class ExpertsView:
     trace: Callable[[_native.StepTrace | None], None] = lambda _: None
 
 
+def warn_of_turns(field: str, threads: int) -> None:
+    """Says where a setting of threads here is of more than there are cores."""
+    words = words_on_turns(field, threads)
+    if words:
+        _log.warning("%s", words)
+
+
 def experts_here(
     manifest: Manifest, config: ClusterConfig, device: torch.device
 ) -> tuple[ExpertExecutor, ExpertsView]:
@@ -108,6 +117,7 @@ def experts_here(
     from duckllm.moe.local import LocalExperts
 
     num_threads = config.threads_per_worker or available_cores()
+    warn_of_turns("threads_per_worker", num_threads)
     experts = LocalExperts(
         manifest,
         max_step_tokens=config.max_step_tokens,

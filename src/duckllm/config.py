@@ -362,3 +362,11 @@ def count_of(count: int, what: str) -> str:
 def threads_in_words(count: int) -> str:
     """``"1 thread"``, ``"2 threads"``."""
     return count_of(count, "thread")
+
+
+def words_on_turns(field: str, threads: int) -> str:
+    """What is to be said of threads that take turns on this machine's cores; empty where each has its own."""
+    cores = available_cores()
+    if threads <= cores:
+        return ""
+    return f"{field}: {threads_in_words(threads)} take turns on {count_of(cores, 'core')}, which is slower"

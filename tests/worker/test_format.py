@@ -115,12 +115,18 @@ def test_what_is_said_of_memory_names_reserved_pages_where_the_system_has_such()
     )
 
 
-@pytest.mark.parametrize("value", ["fp7", "", "FP8"])
-def test_an_unknown_format_is_refused(value: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match=r"format: got .*, expected one of auto, fp9, fp8"):
+@pytest.mark.parametrize("value", ["fp7", "", "FP8", "int4", "mxfp4"])
+def test_a_worker_takes_formats_that_it_has_a_choice_of(
+    value: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=r"format: got .*, expected one of auto, fp9, fp8 \(other formats"):
         WorkerConfig(weight_format=value)
     assert main(["--format", value]) == 2
     assert "expected one of auto, fp9, fp8" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["fp7", "", "FP8"])
+def test_an_unknown_format_is_refused(value: str) -> None:
     with pytest.raises(ConfigError, match=r"weight_format: got .*, expected one of auto, fp9, fp8"):
         LLM(weight_format=value)
 

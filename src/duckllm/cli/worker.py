@@ -131,8 +131,9 @@ def worker(
 
     Beyond loopback there must be a cluster token, the same on the host and on every worker.
     """
+    from duckllm.cli.common import tell
     from duckllm.cluster.token import read_token
-    from duckllm.config import parse_size
+    from duckllm.config import parse_size, words_on_turns
     from duckllm.worker.config import WorkerConfig
     from duckllm.worker.server import run_worker
 
@@ -158,4 +159,7 @@ def worker(
         frame_timeout_s=frame_timeout_s,
         send_timeout_s=send_timeout_s,
     )
+    turns = words_on_turns("threads", config.resolved_threads)
+    if turns:
+        tell(turns)
     run_worker(config, json_output=json)

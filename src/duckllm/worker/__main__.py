@@ -44,7 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--format",
         dest="weight_format",
         default=_DEFAULTS.weight_format,
-        help="auto, fp9 or fp8, or another format that the model is stored in",
+        help="auto, fp9 or fp8; other formats are computed as they are stored",
     )
     parser.add_argument("--prefill", default=_DEFAULTS.prefill, help="f32 or bf16, for experts of many rows")
     parser.add_argument("--cache-dir", help="folder of the node cache")

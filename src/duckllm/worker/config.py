@@ -8,13 +8,14 @@ from pathlib import Path
 
 from duckllm.cluster.discovery_announcement import node_name
 from duckllm.cluster.token import TOKEN_VARIABLE
-from duckllm.config import FORMAT_CHOICES, MAX_THREADS, MAX_TIMEOUT_S, PREFILLS, available_cores, is_utf8
+from duckllm.config import LOSSLESS_FORMATS, MAX_THREADS, MAX_TIMEOUT_S, PREFILLS, available_cores, is_utf8
 from duckllm.errors import ConfigError, InWords
 from duckllm.paths import path_problem
 
 DEFAULT_LISTEN = "127.0.0.1:7411"
 ANNOUNCED_LISTEN = "0.0.0.0:7411"  # of a worker that is to be found
 _SPIN_US_WITH_SPARE_CORES = 200
+FORMATS = ("auto", *LOSSLESS_FORMATS)  # to compute in, which is a choice between copies that lose nothing
 MAX_SPEED = 1_000_000  # GB/s; no node reads a petabyte a second
 
 
@@ -104,8 +105,10 @@ class WorkerConfig:
                 raise ConfigError(field, value, f"0.001 to {MAX_TIMEOUT_S}")
         if self.speed is not None and not (type(self.speed) in (int, float) and 0 <= self.speed <= MAX_SPEED):
             raise ConfigError("speed", self.speed, f"GB/s, 0 to {MAX_SPEED}, or None")
-        if not isinstance(self.weight_format, str) or self.weight_format not in FORMAT_CHOICES:
-            raise ConfigError("format", self.weight_format, "one of " + ", ".join(FORMAT_CHOICES))
+        if not isinstance(self.weight_format, str) or self.weight_format not in FORMATS:
+            expected = f"one of {', '.join(FORMATS)}"
+            hint = "other formats are computed as they are stored"
+            raise ConfigError("format", self.weight_format, expected, hint)
         if not isinstance(self.prefill, str) or self.prefill not in PREFILLS:
             raise ConfigError("prefill", self.prefill, "one of " + ", ".join(PREFILLS))
         for field in ("cache", "copy", "announce"):
