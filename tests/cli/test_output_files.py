@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -147,3 +148,15 @@ def test_a_link_to_a_file_that_is_not_there_yet_stays_a_link(tmp_path: Path) -> 
     link.symlink_to(link)
     with pytest.raises(ConfigError, match="symbolic links"):
         check_save(link)
+
+
+def test_a_conversion_that_is_there_already_is_said(demo_checkpoint: Path, tmp_path: Path) -> None:
+    arguments = ["convert", str(demo_checkpoint), str(tmp_path / "to")]
+    fresh = CliRunner().invoke(app, arguments).stdout
+    assert "there already" not in fresh
+    again = CliRunner().invoke(app, arguments).stdout
+    assert "for the host, there already: nothing was converted\n" in again
+    assert again.splitlines()[1:] == fresh.splitlines()[1:]
+    assert json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)["was_there"] is True
+    next((tmp_path / "to").glob("experts*")).unlink()
+    assert "there already" not in CliRunner().invoke(app, arguments).stdout  # mended

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from typer.testing import CliRunner
 
+from duckllm.cli.calibrate import never_chosen
 from duckllm.cli.main import app
 from duckllm.errors import ConfigError
 from duckllm.layers.step import SequenceStep
@@ -218,6 +219,17 @@ def test_the_command_writes_a_file_of_the_demo_model(demo_folder: Path, tmp_path
     assert found["layers"] == len(manifest.expert_layers)
     assert found["experts_never_chosen"] > 0
     assert found["bytes"] == path.stat().st_size
+    before = path.read_bytes()
+    done = CliRunner().invoke(app, arguments)
+    assert isinstance(done.exception, ConfigError)
+    assert str(done.exception) == f"output: got '{path}', expected the name of a file that is not there yet"
+    assert path.read_bytes() == before
+
+
+def test_experts_that_nobody_chose_are_counted_in_words() -> None:
+    assert never_chosen(0, 192) == "each of 192 experts was chosen"
+    assert never_chosen(1, 192) == "1 of 192 experts was never chosen"
+    assert never_chosen(2, 192) == "2 of 192 experts were never chosen"
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,13 @@ def calibrate(
     model: ModelArgument = None,
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", help="File to write.", show_default=False, readable=False),
+        typer.Option(
+            "--output",
+            "-o",
+            help="File to write, one that is not there yet.",
+            show_default=False,
+            readable=False,
+        ),
     ] = ...,  # type: ignore[assignment]
     prompts: Annotated[
         Path | None,
@@ -82,6 +88,8 @@ def calibrate(
         what = "nothing with a text, to which nothing is replied"
         refuse_unused(calibrate, {"reply_tokens": reply_tokens}, what)
     check_save(output, "output")
+    if output.exists():  # minutes of work, and what conversions were made with
+        raise ConfigError("output", str(output), "the name of a file that is not there yet")
     if prompts is not None:
         check_readable("prompts", prompts)  # before a checkpoint is converted
     opened = open_model(model)
@@ -122,8 +130,15 @@ def calibrate(
         return
     print(
         f"{output}: {num_tokens} tokens of {count_of(len(chosen), 'passage')}, {len(sums)} layers, "
-        f"{show_size(output.stat().st_size)}; {unseen} of {outcome['experts']} experts not chosen once"
+        f"{show_size(output.stat().st_size)}; {never_chosen(unseen, sum(len(each.counts) for each in sums))}"
     )
+
+
+def never_chosen(unseen: int, experts: int) -> str:
+    """How many of all experts no token chose, for people."""
+    if not unseen:
+        return f"each of {count_of(experts, 'expert')} was chosen"
+    return f"{unseen} of {count_of(experts, 'expert')} {'was' if unseen == 1 else 'were'} never chosen"
 
 
 def _answered(

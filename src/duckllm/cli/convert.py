@@ -80,9 +80,17 @@ def convert(
 ) -> None:
     """Convert a checkpoint into a model folder that workers can map.
 
-    An interrupted conversion goes on where it stopped when the same command is given again.
+    An interrupted conversion goes on where it stopped when the same command is given again; one that is
+    finished stays as it is.
     """
     start_s = time.monotonic()
+    was_there = True
+
+    def check(folder: Path) -> None:  # called where there is something to convert
+        nonlocal was_there
+        was_there = False
+        _check_usable(folder)
+
     try:
         with keys_unseen(), ConsoleProgress(f"Converting {src}") as progress:
             check_new_folder(src, dst)
@@ -99,12 +107,12 @@ def convert(
                 verify=verify,
                 progress=progress,
                 origin=place.origin,
-                check=_check_usable,
+                check=check,
             )
     except KeyboardInterrupt:
         print(f"Stopped. The same command goes on where {dst} is now.", file=sys.stderr)
         raise typer.Exit(130) from None
-    outcome = summary(manifest, verify, time.monotonic() - start_s)
+    outcome = summary(manifest, verify, time.monotonic() - start_s, was_there)
     print(json.dumps(outcome) if as_json else describe(outcome))
 
 
@@ -130,8 +138,8 @@ def _check_usable(folder: Path) -> None:
         tell(f"{error.name} is not installed: whether a host can use this model is not checked")
 
 
-def summary(manifest: Manifest, verified: bool, seconds: float) -> dict[str, object]:
-    """What was converted, as plain values."""
+def summary(manifest: Manifest, verified: bool, seconds: float, was_there: bool = False) -> dict[str, object]:
+    """What was converted, or had been before, as plain values."""
     error = manifest.source.get("quantisation_error")
     num_hidden_layers = load_json(manifest.folder / "config.json")["num_hidden_layers"]
     return {
@@ -154,6 +162,7 @@ def summary(manifest: Manifest, verified: bool, seconds: float) -> dict[str, obj
         "max_relative_error": error["max_relative"] if error else 0.0,
         "flushed_to_zero": error["flushed"] if error else 0,
         "rounded_weights": error.get("weights", 0) if error else 0,
+        "was_there": was_there,
         "verified": verified,
         "model_hash": manifest.model_hash,
         "seconds": round(seconds, 3),
@@ -176,13 +185,14 @@ def describe(outcome: dict[str, object]) -> str:
     num_mtp = outcome["mtp_layers"]
     mtp = f" ({'one' if num_mtp == 1 else num_mtp} of them MTP)" if num_mtp else ""
     checked = ", verified bit for bit" if outcome["verified"] else ""
+    took = "there already: nothing was converted" if outcome["was_there"] else f"{outcome['seconds']} s"
     origin = f" of {outcome['hub_id']} at {outcome['revision']}" if outcome["hub_id"] else ""
     lines = [
         f"{outcome['folder']}: {outcome['architecture']}, "
         f"{outcome['layer_formats']} from {outcome['source_dtype']}{origin}, "
         f"{outcome['moe_layers']} MoE {'layer' if outcome['moe_layers'] == 1 else 'layers'}{mtp}, "
         f"{show_size(expert_bytes)} of experts, "
-        f"{show_size(host_bytes)} for the host, {outcome['seconds']} s{checked}",
+        f"{show_size(host_bytes)} for the host, {took}{checked}",
     ]
     host = outcome["host_dequantised"]
     if isinstance(host, dict):
