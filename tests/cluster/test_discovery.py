@@ -155,7 +155,7 @@ def test_who_does_not_prove_itself_when_asked_is_refused(
     nodes: Nodes, caplog: pytest.LogCaptureFixture
 ) -> None:
     nodes.problems[at(2)] = AuthenticationError("cluster_token: worker a has another one than this host")
-    nodes.problems[at(3)] = ProtocolVersionError(4, 3, "worker b")
+    nodes.problems[at(3)] = ProtocolVersionError("protocol version: worker b speaks 3, this host speaks 4")
     with searching(nodes) as found:
         found.take("a", node("a", 2))
         found.take("b", node("b", 3))

@@ -23,6 +23,7 @@ from duckllm.cluster.discovery_cluster import DiscoveredCluster, look_around
 from duckllm.cluster.discovery_mdns import Listener, open_zeroconf, service_info
 from duckllm.config import ClusterConfig
 from duckllm.doctor import examine as examine_module
+from duckllm.doctor.machine_facts import gather_machine
 from duckllm.errors import ConfigError
 from duckllm.weights.manifest import Manifest
 from support.moments import DECODE, AtStep
@@ -251,15 +252,18 @@ def test_plan_and_doctor_find_them_too(
         workers = json.loads(done.stdout)["workers"]
         names = [f"duck-1 ({first.address})", f"duck-2 ({second.address})"]
         assert [each["node"] for each in workers] == names
-        assert [each["read_gb_per_s"] for each in workers] == [35.0, 70.0]
-        monkeypatch.setattr(examine_module, "gather_machine", lambda: None)
-        monkeypatch.setattr(examine_module, "check_machine", lambda facts: [])
+        assert [each["read_gb_per_s"] for each in workers] == [17.5, 35.0]  # of one machine
+        machine = gather_machine(measure=lambda threads: 50.0)
+        monkeypatch.setattr(examine_module, "gather_machine", lambda: machine)
         done = CliRunner().invoke(app, ["doctor", *where, "--json"])
         findings = json.loads(done.stdout)["findings"]
         ports = {each["where"]: each["found"] for each in findings if each["check"] == "port"}
         assert ports == dict.fromkeys(names, "a worker answers")
         speeds = {each["where"]: each["found"] for each in findings if each["check"] == "speed"}
         assert "70.0 GB/s" in speeds[names[1]]
+        [said] = [each for each in findings if each["check"] == "said speed"]
+        assert said["status"] == "warning"
+        assert said["found"] == "workers here say 70.0 and 35.0 GB/s, but 50.0 are measured now"
 
 
 @pytest.mark.parametrize(
