@@ -395,7 +395,7 @@ def test_formats_that_round_are_converted_once_and_lose_a_little(
     shown = runner.invoke(app, ["inspect", str(mixed)]).stdout.splitlines()
     assert [line.split()[0] for line in shown if line.startswith("fp8")] == ["fp8+int4", "fp8,"]
 
-    done = runner.invoke(app, ["calibrate", str(folder), "-o", str(recorded)])
+    done = runner.invoke(app, ["calibrate", str(folder), "-o", str(tmp_path / "other")])
     assert isinstance(done.exception, ConfigError)
     assert done.exception.field == "model"
 
