@@ -24,6 +24,7 @@ from duckllm.cli.common import (
     describe_layers,
     describe_links,
     describe_shares,
+    looks_for_nodes,
     tell,
 )
 from duckllm.cli.model_options import ModelArgument, ModelOptions, takes_model_options
@@ -244,8 +245,7 @@ def _check_sampling(overrides: dict[str, Any]) -> None:
 
 def _load(model: str | None, options: dict[str, Any], max_model_len: int | None) -> LLM:
     folder = usable_folder(model, options.get("weight_format", "auto"))
-    looks = str(options.get("cluster")).startswith("discover")
-    doing = "Looking for nodes, then loading" if looks else "Loading"
+    doing = "Looking for nodes, then loading" if looks_for_nodes(options.get("cluster")) else "Loading"
     with Waiting(f"{doing} {model or 'the demo model'}"):
         from duckllm import LLM
 

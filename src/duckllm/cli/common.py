@@ -127,6 +127,11 @@ def parse_workers(text: str) -> int | tuple[str, ...]:
     return tuple(str(address) for address in parse_addresses(addresses, "workers"))
 
 
+def looks_for_nodes(cluster: str | None) -> bool:
+    """Whether ``--cluster`` asks for nodes that announce themselves."""
+    return (cluster or "").startswith("discover")
+
+
 def refuse_unused(verb: Callable[..., object], given: Mapping[str, object], expected: str) -> None:
     """Refuses options that were given, and that would change nothing as other options are.
 

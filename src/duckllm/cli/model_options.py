@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from duckllm.cli.common import parse_shares, parse_workers, refuse_unused
+from duckllm.cli.common import looks_for_nodes, parse_shares, parse_workers, refuse_unused
 from duckllm.cluster import check_cluster
 from duckllm.cluster.token import read_token
 from duckllm.config import ClusterConfig, parse_size, show_size
@@ -284,7 +284,7 @@ class ModelOptions:
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
         options |= {"shares": parse_shares(self.shares), "cluster_token": read_token(self.token_file)}
         workers = None if self.workers is None else parse_workers(self.workers)
-        finds = str(self.cluster).startswith("discover")
+        finds = looks_for_nodes(self.cluster)
         count = workers if finds and isinstance(workers, int) else 0 if finds else ClusterConfig.workers
         config = ClusterConfig(
             workers=count, addresses=workers if isinstance(workers, tuple) else (), **options

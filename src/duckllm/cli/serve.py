@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from duckllm.cli.common import describe_layers, describe_shares, describe_workers, refuse_unused, tell
+from duckllm.cli.common import (
+    describe_layers,
+    describe_shares,
+    describe_workers,
+    looks_for_nodes,
+    refuse_unused,
+    tell,
+)
 from duckllm.cli.model_options import ModelArgument, ModelOptions, takes_model_options
 from duckllm.cluster.token import read_secret
 
@@ -114,8 +121,8 @@ def serve(
         on_progress.append(progress.report)
         progress.stage = "finding the model"
         folder = usable_folder(model, options.get("weight_format", "auto"))
-        looks = str(options.get("cluster")).startswith("discover")
-        progress.stage = f"{'looking for nodes' if looks else 'starting workers'} and reading weights"
+        doing = "looking for nodes" if looks_for_nodes(model_options.cluster) else "starting workers"
+        progress.stage = f"{doing} and reading weights"
         progress.share = None
         from duckllm import LLM
 
