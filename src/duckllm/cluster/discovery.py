@@ -215,12 +215,11 @@ class Discovery:
     def hurry(self) -> None:
         """Has those that are busy or gone asked again soon, as a host lacks nodes; to be called meanwhile."""
         with self._changed:
-            before = [entry.ask_at_s for entry in self._entries.values()]
             for entry in self._entries.values():
-                if entry.node.state in (BUSY, GONE):
-                    entry.ask_at_s = min(entry.ask_at_s, entry.asked_s + _WANTED_S)
-            if before != [entry.ask_at_s for entry in self._entries.values()]:
-                self._changed.notify_all()
+                soon_s = entry.asked_s + _WANTED_S
+                if entry.node.state in (BUSY, GONE) and soon_s < entry.ask_at_s:
+                    entry.ask_at_s = soon_s
+                    self._changed.notify_all()
 
     def wait(
         self, count: int, limit_s: float, settle_s: float = SETTLE_S, *, with_busy: bool = False

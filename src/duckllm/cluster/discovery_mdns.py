@@ -198,7 +198,7 @@ class Listener:
             return
         try:
             info = ServiceInfo(service_type, name)
-            if self._read_all(label, info, zeroconf):
+            if self._read_all(label, info):
                 return
         except Exception as error:  # of a malformed name
             self._note(label, f"its records: {error}")
@@ -215,16 +215,16 @@ class Listener:
         try:
             with contextlib.suppress(Exception):
                 await info.async_request(self._zeroconf, _REQUEST_MS)
-            self._read_all(label, info, self._zeroconf)
+            self._read_all(label, info)
         finally:
             with self._guard:
                 self._num_requests -= 1
 
-    def _read_all(self, label: str, info: ServiceInfo, zeroconf: Zeroconf) -> bool:
+    def _read_all(self, label: str, info: ServiceInfo) -> bool:
         """Reads what is known of a service; False where that is nothing."""
         from zeroconf import ServiceInfo
 
-        texts = texts_of(info.name, zeroconf)
+        texts = texts_of(info.name, self._zeroconf)
         for text in texts:
             self._read(label, ServiceInfo(info.type, info.name, properties=text))
         return bool(texts)
