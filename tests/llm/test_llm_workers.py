@@ -199,6 +199,15 @@ def test_more_workers_than_stripes_start_no_process(
         LLM(demo_folder, workers=1000, max_model_len=64)
 
 
+def output_of(code: str, folder: Path) -> str:
+    """What a program with a model's folder as its argument prints, once it has ended well."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_a_forked_child_that_ends_leaves_its_parents_workers(demo_folder: Path) -> None:
     """However it lets go of the LLM: by its exit, or before; with threads that did not go along."""
     code = (
@@ -220,11 +229,7 @@ def test_a_forked_child_that_ends_leaves_its_parents_workers(demo_folder: Path) 
         "    print(llm.worker_times().num_losses)\n"
         "    llm.close()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(demo_folder)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["(0,)", "()"]
+    assert output_of(code, demo_folder).split() == ["(0,)", "()"]
 
 
 def test_a_forked_child_neither_uses_nor_closes_its_parents_session(demo_folder: Path) -> None:
@@ -242,11 +247,7 @@ def test_a_forked_child_neither_uses_nor_closes_its_parents_session(demo_folder:
         "    assert os.waitpid(child, 0)[1] == 0\n"
         "    print(llm.chat([{'role': 'user', 'content': 'Is 1001 prime?'}])[0].outputs[0].text)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(demo_folder)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    refused, answer = done.stdout.splitlines()
+    refused, answer = output_of(code, demo_folder).splitlines()
     assert answer == PRIME_ANSWER
     assert re.fullmatch(
         r"LLM: got a request in process \d+, forked from \d+, which made this LLM and its workers, "

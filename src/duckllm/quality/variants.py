@@ -94,8 +94,9 @@ class FormatFolders:
         self.base = open_model(model)
         # As it is, not only most of its layers.
         self._is_lossless = all(map(is_lossless, self.base.manifest.layer_formats().values()))
-        self._is_converted = (find_model(model).folder / MANIFEST_FILE).is_file()
-        self._possible = possible_formats(inspect_model(find_model(model).folder))
+        folder = find_model(model).folder
+        self._is_converted = (folder / MANIFEST_FILE).is_file()
+        self._possible = possible_formats(inspect_model(folder))
 
     @property
     def reference(self) -> str:
